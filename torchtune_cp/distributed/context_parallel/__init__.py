@@ -1,0 +1,5 @@
+"""Context parallelism: the seam where a sequence is cut and attention is distributed."""
+
+from torchtune_cp.distributed.context_parallel.manager import context_parallel, unshard
+
+__all__ = ["context_parallel", "unshard"]

@@ -1,0 +1,225 @@
+"""Everything this project uses of torch that torch has not made public.
+
+No other file imports a private torch name. Each use names the versions it was checked with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+# 2.13.0: the ring template, its options and the table of DTensor handlers live here. (2.11: same path.)
+from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
+
+# 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
+from torch.distributed.tensor._utils import (  # isort: skip
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+)
+
+aten = torch.ops.aten
+
+#: Along which dimension of q, k, v ``[batch, heads, seq, head_dim]`` context parallelism cuts.
+SEQ_DIM = 2
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Flatten a mesh into one dimension with its own process group (``DeviceMesh._flatten``, 2.13.0).
+
+    Args:
+        mesh: A (slice of a) device mesh.
+        name: The flattened dimension's name.
+    """
+    return mesh if mesh.ndim == 1 and mesh.mesh_dim_names == (name,) else mesh._flatten(name)
+
+
+# --- the CPU kernel in torch's ring template (2.13.0) ---------------------------------------------
+#
+# torch registers ring attention for the CUDA kernels only. DTensor's dispatcher takes a handler per
+# operator, and the ring template takes any local kernel that returns the output and its logsumexp:
+# the CPU flash kernel does. It also knows grouped-query attention, so the few KV heads travel alone.
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@contextlib.contextmanager
+def _merge_precision(dtype: torch.dtype) -> Generator[None, None, None]:
+    # The template merges partial results in float32; for float64 inputs that would lose them half
+    # their digits, so it then merges in the inputs' own precision.
+    options = cp_impl._cp_options
+    saved = options.convert_to_f32
+    options.convert_to_f32 = dtype != torch.float64
+    try:
+        yield
+    finally:
+        options.convert_to_f32 = saved
+
+
+def _like(reference: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(local, reference.device_mesh, reference.placements, run_check=False)
+
+
+def _cpu_forward_handler(
+    op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, DTensor]:
+    query, key, value, *rest = args
+    is_causal = rest[1] if len(rest) > 1 else kwargs.get("is_causal", False)
+    group = query.device_mesh.get_group()
+    with _merge_precision(query.dtype):
+        out, logsumexp = cp_impl._templated_ring_attention(
+            group,
+            SEQ_DIM,
+            op_call,
+            _local(query),
+            _local(key),
+            _local(value),
+            is_causal=is_causal,
+            scale=kwargs.get("scale"),
+        )
+    return _like(query, out), _like(query, logsumexp)
+
+
+def _cpu_backward_handler(
+    op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, DTensor, DTensor]:
+    grad_out, query, key, value, out, logsumexp, _dropout_p, is_causal = args
+    group = query.device_mesh.get_group()
+
+    def backward(
+        *,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        is_causal: bool,
+        scale: float | None,
+    ) -> tuple[torch.Tensor, ...]:
+        return op_call(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+
+    with _merge_precision(query.dtype):
+        grads = cp_impl._templated_ring_attention_backward(
+            group,
+            SEQ_DIM,
+            backward,
+            grad_out=_local(grad_out),
+            grad_out_name="grad_out",
+            query=_local(query),
+            key=_local(key),
+            value=_local(value),
+            out=_local(out),
+            logsumexp=_local(logsumexp),
+            is_causal=is_causal,
+            scale=kwargs.get("scale"),
+        )
+    return _like(query, grads[0]), _like(key, grads[1]), _like(value, grads[2])
+
+
+#: torch's own table plus the CPU kernel; torch installs what this table holds while CP is active.
+cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu.default] = _cpu_forward_handler
+cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = (
+    _cpu_backward_handler
+)
+
+#: One patched ``scaled_dot_product_attention`` per mesh and layout, made at the first use. torch makes a
+#: new closure each time its context manager is entered: torch.compile would then recompile every step,
+#: and torch's table of replaced functions would grow by one entry a step.
+_patched_sdpa: dict[tuple[DeviceMesh, bool], Callable[..., torch.Tensor]] = {}
+
+
+def _guarded(
+    torch_sdpa: Callable[..., torch.Tensor], causal_layout: bool
+) -> Callable[..., torch.Tensor]:
+    """Refuse in words what torch's ring attention cannot do, or would do wrongly without a word."""
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError(
+                "an attention mask was given to scaled_dot_product_attention under context"
+                " parallelism: ring attention knows causal and full attention only"
+            )
+        if dropout_p != 0.0:
+            raise NotImplementedError(
+                f"attention dropout {dropout_p} under context parallelism: set attn_dropout to 0"
+            )
+        if is_causal != causal_layout:
+            raise NotImplementedError(
+                f"attention with is_causal={is_causal} inside context_parallel(...,"
+                f" is_causal={causal_layout}): the sequence was cut for the other kind"
+            )
+        return torch_sdpa(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def ring_attention(
+    mesh: DeviceMesh,
+    buffers: list[torch.Tensor],
+    seq_dims: list[int],
+    *,
+    load_balance: bool,
+    rotate_method: str,
+) -> Generator[None, None, None]:
+    """torch's ``context_parallel`` with its module-level options set for this call and put back after.
+
+    Args:
+        mesh: One-dimensional context-parallel mesh.
+        buffers: Contiguous tensors, cut IN PLACE along the sequence to this rank's slice and not restored.
+        seq_dims: The sequence dimension of each buffer.
+        load_balance: Head-tail order (causal attention) or consecutive slices (bidirectional).
+        rotate_method: ``"allgather"`` or ``"alltoall"``.
+
+    Raises:
+        RuntimeError: Entered inside another context-parallel region.
+    """
+    options = cp_impl._cp_options
+    original = F.scaled_dot_product_attention
+    if original in cp_impl._replaced_functions or original in _patched_sdpa.values():
+        raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
+    saved = (options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode)
+    options.enable_load_balance = load_balance
+    options.rotate_method = {
+        "allgather": cp_impl._RotateMethod.ALL_GATHER,
+        "alltoall": cp_impl._RotateMethod.ALL_TO_ALL,
+    }[rotate_method]
+    patch = _patched_sdpa.get((mesh, load_balance))
+    if patch is not None:
+        # torch leaves a function alone that it knows as its own replacement.
+        cp_impl._replaced_functions[patch] = (original.__name__, original)
+        F.scaled_dot_product_attention = patch  # type: ignore[assignment]
+    try:
+        with torch_context_parallel(
+            mesh,
+            buffers=buffers,
+            buffer_seq_dims=seq_dims,
+            no_restore_buffers=set(buffers),
+        ):
+            if patch is None:
+                patch = _guarded(F.scaled_dot_product_attention, load_balance)
+                _patched_sdpa[mesh, load_balance] = patch
+                F.scaled_dot_product_attention = patch  # type: ignore[assignment]
+            yield
+    finally:
+        F.scaled_dot_product_attention = original  # type: ignore[assignment]
+        options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode = saved

@@ -1,0 +1,145 @@
+"""The degrees of parallelism and the one device mesh made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtune_cp.distributed.context_parallel.torch_private import flatten_mesh
+from torchtune_cp.errors import UserError
+
+#: Outermost first: replicas talk once a step, tensor-parallel ranks several times a layer.
+MESH_DIM_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+_CONFIG_KEYS = {
+    "dp_replicate": "data_parallel_replicate_dim",
+    "dp_shard": "data_parallel_shard_dim",
+    "cp": "context_parallel_dim",
+    "tp": "tensor_parallel_dim",
+}
+
+
+@dataclass
+class ParallelDims:
+    """How many ranks work along each dimension; their product is the world size.
+
+    Attributes:
+        dp_replicate: Copies of the whole sharded model (HSDP's outer dimension).
+        dp_shard: Ranks over which FSDP2 shards parameters and that read different samples;
+            -1 takes whatever the world size leaves.
+        cp: Ranks that share every sequence. Parameters are sharded over ``dp_shard x cp``.
+        tp: Ranks that share every weight matrix.
+        world_size: Number of processes.
+
+    Raises:
+        UserError: A degree below 1 (or -1 elsewhere than in ``dp_shard``), or a product that is not
+            the world size; the message names every degree and the world size.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        """Infer ``dp_shard`` when it is -1, then check the product."""
+        problems = [
+            f"{_CONFIG_KEYS[name]}={getattr(self, name)}"
+            for name in MESH_DIM_NAMES
+            if getattr(self, name) < 1 and not (name == "dp_shard" and self.dp_shard == -1)
+        ]
+        if problems:
+            raise UserError(
+                f"{', '.join(problems)}: every degree of parallelism is at least 1"
+                " (data_parallel_shard_dim may be -1: what the world size leaves)"
+            )
+        rest = self.dp_replicate * self.cp * self.tp
+        if self.dp_shard == -1:
+            if self.world_size % rest != 0:
+                raise UserError(
+                    f"the world size of {self.world_size} cannot be divided into"
+                    f" {self._describe()}: {rest} does not divide {self.world_size}"
+                )
+            self.dp_shard = self.world_size // rest
+        if rest * self.dp_shard != self.world_size:
+            raise UserError(
+                f"{self._describe()} need {rest * self.dp_shard} processes, but the world size is"
+                f" {self.world_size}: change a degree, or start --nproc_per_node x --nnodes ="
+                f" {rest * self.dp_shard} processes"
+            )
+
+    def _describe(self) -> str:
+        return " x ".join(f"{_CONFIG_KEYS[n]}={getattr(self, n)}" for n in MESH_DIM_NAMES)
+
+    @property
+    def dp(self) -> int:
+        """Groups of ranks that read different samples: ``dp_replicate x dp_shard``."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def min_seq_len_divisor(self) -> int:
+        """What a sequence is padded to a multiple of.
+
+        Head-tail balance gives each of the ``cp`` ranks two chunks, and sequence-parallel norms cut
+        what a rank holds over the ``tp`` ranks once more.
+        """
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """Build the device mesh ``(dp_replicate, dp_shard, cp, tp)``; all four dimensions are always there.
+
+        Args:
+            device_type: ``"cpu"`` or ``"cuda"``.
+
+        Returns:
+            The four-dimensional mesh over all ranks; :class:`Meshes` names its parts by use.
+        """
+        shape = tuple(getattr(self, name) for name in MESH_DIM_NAMES)
+        return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIM_NAMES)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The device mesh and its parts, named by what they are used for.
+
+    Attributes:
+        world: All four dimensions.
+        dp: Ranks reading different samples, flattened: data loading.
+        cp: Ranks sharing a sequence.
+        loss: Everybody whose token losses add up, flattened: ``dp_replicate x dp_shard x cp``.
+        fsdp: What ``fully_shard`` takes: ``dp_shard x cp`` flattened, or with replicas the
+            two-dimensional ``(dp_replicate, dp_shard x cp)``.
+        tp: Ranks sharing a weight matrix.
+    """
+
+    world: DeviceMesh
+    dp: DeviceMesh
+    cp: DeviceMesh
+    loss: DeviceMesh
+    fsdp: DeviceMesh
+    tp: DeviceMesh
+
+    @classmethod
+    def build(cls, dims: ParallelDims, device_type: str) -> Meshes:
+        """Build the mesh of ``dims`` and every sub-mesh; all ranks must call it.
+
+        Args:
+            dims: The degrees.
+            device_type: ``"cpu"`` or ``"cuda"``.
+        """
+        world = dims.build_mesh(device_type)
+        dp = flatten_mesh(world["dp_replicate", "dp_shard"], "dp")
+        loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
+        if dims.dp_replicate > 1:
+            # FSDP2 reads a two-dimensional mesh as (replicate, shard). Slicing a flattened dimension
+            # out of the root mesh is deprecated, so this view has its own mesh over the same ranks.
+            fsdp = init_device_mesh(
+                device_type,
+                (dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp),
+                mesh_dim_names=("dp_replicate", "fsdp", "tp"),
+            )["dp_replicate", "fsdp"]
+        else:
+            fsdp = flatten_mesh(world["dp_shard", "cp"], "fsdp")
+        return cls(world=world, dp=dp, cp=world["cp"], loss=loss, fsdp=fsdp, tp=world["tp"])
