@@ -1,0 +1,18 @@
+"""Weights in and out: Hugging Face folders read and written slice by slice."""
+
+from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
+from torchtune_cp.checkpointing.folder import check_folder
+from torchtune_cp.checkpointing.hf_checkpointer import FullModelHFCheckpointer
+from torchtune_cp.checkpointing.hf_safetensors import save_hf_folder
+from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
+
+__all__ = [
+    "Agreement",
+    "FullModelHFCheckpointer",
+    "HFFolderSource",
+    "RandomSource",
+    "RemoteError",
+    "WeightSource",
+    "check_folder",
+    "save_hf_folder",
+]

@@ -1,0 +1,314 @@
+"""Looks at a Hugging Face model folder without loading it: which tensors, and is it whole?
+
+Only headers are read and nothing here imports torch, so that the command line can refuse a broken
+download before any process is started.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torchtune_cp.errors import UserError
+
+CONFIG_NAME = "config.json"
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+#: What a config's ``checkpoint_files`` may be: file names, or torchtune's short form
+#: ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+CheckpointFiles = Sequence[str] | Mapping[str, Any]
+
+_DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+# The safetensors library refuses larger headers too; without a limit a damaged length field would
+# ask for terabytes.
+_MAX_HEADER_BYTES = 100_000_000
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor as the header of its file describes it.
+
+    Attributes:
+        dtype: safetensors' name of the type, for example ``BF16``.
+        shape: The tensor's shape.
+        num_bytes: Length of its data.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Read and check the header of one safetensors file.
+
+    The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, the
+    header in JSON, then the tensors' bytes; the last tensor's end must be the end of the file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Tensor name to its description, in file order.
+
+    Raises:
+        UserError: The file is truncated, too long, or no safetensors file.
+    """
+    again = "download it again"
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start == b"version ":
+            raise UserError(
+                f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its folder"
+            )
+        if len(start) < 8:
+            raise UserError(f"{path} is truncated: only {size} bytes long; {again}")
+        (length,) = struct.unpack("<Q", start)
+        if length > _MAX_HEADER_BYTES:
+            raise UserError(f"{path} is not a safetensors file (no header found); {again}")
+        text = file.read(length)
+    if len(text) < length:
+        raise UserError(
+            f"{path} is truncated: its header should take {length} bytes and the file ends after "
+            f"{len(text)} of them; {again}"
+        )
+    try:
+        header = json.loads(text)
+        entries: dict[str, TensorEntry] = {}
+        end = 0
+        for name, item in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = (int(offset) for offset in item["data_offsets"])
+            shape = tuple(int(size) for size in item["shape"])
+            bits = _DTYPE_BITS.get(item["dtype"])
+            if bits is not None and prod(shape) * bits != (last - first) * 8:
+                raise ValueError(f"{name}: shape {shape} does not fill bytes {first} to {last}")
+            entries[name] = TensorEntry(item["dtype"], shape, last - first)
+            end = max(end, last)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}); {again}") from error
+    whole = 8 + length + end
+    if size < whole:
+        raise UserError(
+            f"{path} is truncated: {size} bytes long, its header asks for {whole}; {again}"
+        )
+    if size > whole:
+        raise UserError(
+            f"{path} is {size} bytes long and its header accounts for only {whole}; {again}"
+        )
+    return entries
+
+
+def _require_folder(checkpoint_dir: str | Path) -> Path:
+    folder = Path(checkpoint_dir).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpointer.checkpoint_dir: {folder} is not a folder; give the folder of a "
+            "downloaded Hugging Face model (`tune download REPO_ID`), or null to start from "
+            "random weights"
+        )
+    return folder
+
+
+def _inside(folder: Path, name: object, where: str) -> Path:
+    """Join a name from outside to the folder; refuse one that leads out of it."""
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{where} names {name!r}, which is not a file name")
+    if Path(name).suffix in _PICKLE_SUFFIXES:
+        raise UserError(
+            f"{where} names {name}: that is a pickle, which can run any code when it is opened, "
+            "and it cannot be read slice by slice; only *.safetensors is read (save_pretrained "
+            "of transformers writes it)"
+        )
+    # Symbolic links are followed: Hugging Face's cache is made of them. The name alone must stay
+    # inside.
+    parts = PurePosixPath(name.replace("\\", "/"))
+    if parts.is_absolute() or Path(name).is_absolute() or ".." in parts.parts:
+        raise UserError(f"{where} names {name}, which lies outside {folder}")
+    if parts.suffix != ".safetensors":
+        raise UserError(f"{where} names {name}: only *.safetensors files are read")
+    return folder / parts
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download it again") from error
+
+
+def _listed_files(checkpoint_files: CheckpointFiles) -> list[Any]:
+    """Spell out ``checkpoint_files``."""
+    key = "checkpointer.checkpoint_files"
+    if isinstance(checkpoint_files, str):
+        return [checkpoint_files]
+    if not isinstance(checkpoint_files, Mapping):
+        return list(checkpoint_files)
+    allowed = {"filename_format", "max_filename"}
+    if set(checkpoint_files) != allowed:
+        raise UserError(
+            f"{key}: a mapping must have exactly the keys filename_format and max_filename, not "
+            f"{sorted(map(str, checkpoint_files))}"
+        )
+    pattern = str(checkpoint_files["filename_format"])
+    last = str(checkpoint_files["max_filename"])
+    if not last.isdigit() or pattern.count("{}") != 2:
+        raise UserError(
+            f"{key}: filename_format must hold two {{}} and max_filename be a number in quotes "
+            'such as "00004", '
+            f"not {pattern!r} and {last!r}"
+        )
+    return [
+        pattern.format(str(number).zfill(len(last)), last) for number in range(1, int(last) + 1)
+    ]
+
+
+def weight_files(
+    checkpoint_dir: str | Path, checkpoint_files: CheckpointFiles | None = None
+) -> tuple[list[Path], dict[str, Path] | None]:
+    """Find the weight files of a folder.
+
+    Args:
+        checkpoint_dir: Folder of a Hugging Face model.
+        checkpoint_files: Names to read instead of those that the folder's index gives.
+
+    Returns:
+        The files in order, and the index's tensor name to file map (None without an index).
+
+    Raises:
+        UserError: There is nothing to read, or a name is refused (pickle, outside the folder).
+    """
+    folder = _require_folder(checkpoint_dir)
+    if checkpoint_files:
+        key = "checkpointer.checkpoint_files"
+        listed = [_inside(folder, name, key) for name in _listed_files(checkpoint_files)]
+        doubled = {path.name for path in listed if listed.count(path) > 1}
+        if doubled:
+            raise UserError(f"{key} names {', '.join(sorted(doubled))} more than once")
+        return listed, None
+    index = folder / INDEX_NAME
+    if index.is_file():
+        content = _read_json(index)
+        named = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(named, dict) or not named:
+            raise UserError(f"{index} has no weight_map; download it again")
+        paths = {tensor: _inside(folder, file, str(index)) for tensor, file in named.items()}
+        return sorted(set(paths.values())), paths
+    single = folder / SINGLE_NAME
+    if single.exists() or single.is_symlink():
+        return [single], None
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        raise UserError(
+            f"{folder} holds its weights as {pickles[0]}: a pickle can run any code when it is "
+            "opened; only *.safetensors is read (save_pretrained of transformers writes it)"
+        )
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    raise UserError(
+        f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; "
+        + (
+            f"it holds {', '.join(found[:5])}: name the files to read in "
+            "checkpointer.checkpoint_files"
+            if found
+            else "download the model again"
+        )
+    )
+
+
+def read_headers(
+    checkpoint_dir: str | Path, checkpoint_files: CheckpointFiles | None = None
+) -> dict[str, tuple[Path, TensorEntry]]:
+    """Find every tensor of a folder: its file and its description.
+
+    Args:
+        checkpoint_dir: Folder of a Hugging Face model.
+        checkpoint_files: Names to read instead of those that the folder's index gives.
+
+    Returns:
+        Tensor name to ``(file, description)``.
+
+    Raises:
+        UserError: A file is missing, damaged or truncated, lacks a tensor that the index places in
+            it, or two files hold the same tensor.
+    """
+    files, index = weight_files(checkpoint_dir, checkpoint_files)
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise UserError(
+            f"{Path(checkpoint_dir)} lacks {', '.join(missing)}: {len(missing)} of {len(files)} "
+            "weight files; run the download again"
+        )
+    tensors: dict[str, tuple[Path, TensorEntry]] = {}
+    for path in files:
+        for name, entry in read_header(path).items():
+            if index is not None and index.get(name) != path:
+                continue  # as transformers does: only the file that the index names counts
+            if name in tensors:
+                raise UserError(
+                    f"tensor {name} stands in both {tensors[name][0].name} and {path.name}; "
+                    "checkpointer.checkpoint_files must name the files of one model"
+                )
+            tensors[name] = (path, entry)
+    for name, path in (index or {}).items():
+        if name not in tensors:
+            raise UserError(
+                f"{path} lacks tensor {name}, which {INDEX_NAME} places there; download it again"
+            )
+    if not tensors:
+        raise UserError(f"{Path(checkpoint_dir)}: the weight files hold no tensor")
+    return tensors
+
+
+def _unfinished_downloads(folder: Path) -> list[Path]:
+    # huggingface_hub keeps the pieces of a download to a folder under .cache/huggingface/download.
+    cache = folder / ".cache" / "huggingface" / "download"
+    return sorted([*folder.glob("*.incomplete"), *cache.rglob("*.incomplete")])
+
+
+def check_folder(
+    checkpoint_dir: str | Path, checkpoint_files: CheckpointFiles | None = None
+) -> None:
+    """Refuse a model folder whose download is not whole, naming the file; reads headers only.
+
+    Needs neither torch nor a process group: call it before any process starts.
+
+    Args:
+        checkpoint_dir: Folder of a Hugging Face model (``config.json`` and ``*.safetensors``).
+        checkpoint_files: Names to read instead of those that the folder's index gives: a list, or
+            ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+
+    Raises:
+        UserError: The folder or a file is missing, truncated, damaged, a pickle, outside the
+        folder,
+            or a download has been interrupted.
+    """
+    folder = _require_folder(checkpoint_dir)
+    config = folder / CONFIG_NAME
+    if not config.is_file():
+        raise UserError(f"{folder} has no {CONFIG_NAME}; download the model again")
+    if not isinstance(_read_json(config), dict):
+        raise UserError(f"{config} is not a model's config; download it again")
+    unfinished = [str(path.relative_to(folder)) for path in _unfinished_downloads(folder)]
+    try:
+        read_headers(folder, checkpoint_files)
+    except UserError as error:
+        if not unfinished:
+            raise
+        raise UserError(f"{error} (unfinished download: {', '.join(unfinished)})") from error
+    if unfinished:
+        raise UserError(
+            f"{folder} holds an unfinished download ({', '.join(unfinished)}): run the download "
+            "again, or delete that file if the folder is complete"
+        )

@@ -1,0 +1,253 @@
+"""The checkpointer that configs name: Hugging Face folders in and out."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_cp.checkpointing.agreement import Agreement
+from torchtune_cp.checkpointing.folder import (
+    CONFIG_NAME,
+    CheckpointFiles,
+    check_folder,
+)
+from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
+from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
+from torchtune_cp.errors import UserError
+from torchtune_cp.models.auto import hf_config
+from torchtune_cp.models.hf_names import to_hf_name
+from torchtune_cp.models.init import init_tensor_
+
+# torchtune's model types, and what config.json calls these models.
+_MODEL_TYPES = {
+    "LLAMA2": "llama",
+    "LLAMA3": "llama",
+    "LLAMA3_2": "llama",
+    "MISTRAL": "mistral",
+    "QWEN2": "qwen2",
+    "QWEN3": "qwen3",
+}
+# Everything else in a model's folder stays where it is: weights in other formats, READMEs with
+# another model's results, caches.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+)
+_OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md")
+# torch.compile and the checkpoint wrapper put these into the names of parameters.
+_WRAPPER_PREFIX = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+class SavableTokenizer(Protocol):
+    """A tokenizer that knows which files describe it."""
+
+    def files(self) -> list[Path]:  # pragma: no cover - protocol
+        """Return the files to lay beside a saved model."""
+        ...
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters by their plain names; a tied one once."""
+    return {
+        _WRAPPER_PREFIX.sub("", name): parameter for name, parameter in model.named_parameters()
+    }
+
+
+class FullModelHFCheckpointer:
+    """Reads the weights to start from and writes the fine-tuned model (Hugging Face folders).
+
+    Attributes:
+        checkpoint_dir: The folder to start from; None starts from seeded random weights.
+        output_dir: The run's output folder.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | None = None,
+        checkpoint_files: CheckpointFiles | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        safe_serialization: bool = True,
+        should_load_recipe_state: bool = False,
+    ) -> None:
+        """Check the folder; nothing is loaded. The arguments are those of torchtune.
+
+        Args:
+            checkpoint_dir: A Hugging Face folder, or None.
+            checkpoint_files: Names of the weight files; by default those that the folder's index
+            names.
+            model_type: For example ``LLAMA3``; only compared with the folder's ``config.json``.
+            output_dir: Where :meth:`save_final` writes ``final/``.
+            adapter_checkpoint: Not available here: only None.
+            recipe_checkpoint: Not available here (resuming has its own folders): only None.
+            resume_from_checkpoint: Not available here: only False.
+            safe_serialization: Only True: pickles are not written.
+            should_load_recipe_state: Not available here: only False.
+
+        Raises:
+            UserError: An argument is not available, or the folder is not whole.
+        """
+        key = "checkpointer"
+        if adapter_checkpoint is not None:
+            raise UserError(
+                f"{key}.adapter_checkpoint={adapter_checkpoint}: adapters (LoRA) are not "
+                "supported; merge the adapter into the model first and leave this null"
+            )
+        if recipe_checkpoint is not None or should_load_recipe_state or resume_from_checkpoint:
+            raise UserError(
+                f"{key}: torchtune's recipe_checkpoint files cannot be resumed from; leave "
+                "recipe_checkpoint null and should_load_recipe_state and resume_from_checkpoint "
+                "false"
+            )
+        if not safe_serialization:
+            raise UserError(
+                f"{key}.safe_serialization=false: only safetensors is written; leave it true"
+            )
+        if model_type is not None and str(model_type).upper() not in _MODEL_TYPES:
+            raise UserError(
+                f"{key}.model_type={model_type} is not supported; known: {', '.join(_MODEL_TYPES)}"
+            )
+        if checkpoint_dir is None and checkpoint_files:
+            raise UserError(f"{key}.checkpoint_files needs checkpoint_dir, which is null")
+        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir).expanduser()
+        self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
+        self._checkpoint_files = checkpoint_files
+        self._source: HFFolderSource | None = None
+        if self.checkpoint_dir is not None:
+            check_folder(self.checkpoint_dir, checkpoint_files)
+            found = self._source_config().get("model_type")
+            if model_type is not None and found != _MODEL_TYPES[str(model_type).upper()]:
+                raise UserError(
+                    f"{key}.model_type={model_type}, but {self.checkpoint_dir / CONFIG_NAME} "
+                    f"describes a {found!r} model; leave model_type out, config.json decides"
+                )
+
+    def _source_config(self) -> dict[str, Any]:
+        assert self.checkpoint_dir is not None
+        return json.loads((self.checkpoint_dir / CONFIG_NAME).read_text(encoding="utf-8"))
+
+    def source(self, model: nn.Module, seed: int) -> WeightSource:
+        """Return where the model's first weights come from.
+
+        Args:
+            model: The model, on any device (``meta`` will do), sharded or not.
+            seed: Seed of the random weights when there is no ``checkpoint_dir``.
+
+        Raises:
+            UserError: The folder's weights are not those of this model.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
+        config: Any = model.config
+        if self.checkpoint_dir is None:
+            return RandomSource(seed, shapes, partial(_init, config))
+        self._source = HFFolderSource(
+            self.checkpoint_dir, partial(to_hf_name, config.family), self._checkpoint_files
+        )
+        self._source.check_names(shapes)
+        return self._source
+
+    def save_final(
+        self,
+        model: nn.Module,
+        tokenizer: SavableTokenizer | None = None,
+        *,
+        folder: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> Path:
+        """Write the model as a Hugging Face folder; every rank has to call this.
+
+        Args:
+            model: The live model; its parameters may be sharded (DTensor).
+            tokenizer: Its files are laid beside the weights; None copies those of
+            ``checkpoint_dir``.
+            folder: Where to write; default ``<output_dir>/final``.
+            dtype: The type to write; default that of the weights in ``checkpoint_dir``, or of the
+                model's parameters when it started from random weights.
+            max_file_bytes: Most bytes of weights in a file.
+
+        Returns:
+            The folder.
+
+        Raises:
+            UserError: The folder cannot be written, on every rank.
+        """
+        if folder is None:
+            if self.output_dir is None:
+                raise UserError("checkpointer.output_dir is needed to save the model")
+            folder = self.output_dir / "final"
+        model_config: Any = model.config
+        named = {
+            to_hf_name(model_config.family, name): parameter
+            for name, parameter in _parameters(model).items()
+        }
+        save_dtype = dtype or self._saved_dtype(named)
+
+        def get_full(name: str) -> torch.Tensor:
+            parameter = named[name].detach()
+            if save_dtype.itemsize < parameter.dtype.itemsize:
+                parameter = parameter.to(save_dtype)  # fewer bytes to gather
+            return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+        agreement = Agreement()
+        try:
+            save_hf_folder(
+                {name: tuple(parameter.shape) for name, parameter in named.items()},
+                get_full,
+                folder,
+                config=self._final_config(model, save_dtype),
+                dtype=save_dtype,
+                extra_files=self._extra_files(tokenizer) if agreement.rank == 0 else (),
+                max_file_bytes=max_file_bytes,
+                agreement=agreement,
+            )
+        finally:
+            agreement.close()
+        return Path(folder)
+
+    def _saved_dtype(self, named: dict[str, torch.Tensor]) -> torch.dtype:
+        if self.checkpoint_dir is None:
+            return next(iter(named.values())).dtype
+        if self._source is None:
+            self._source = HFFolderSource(self.checkpoint_dir, str, self._checkpoint_files)
+        return self._source.dtype
+
+    def _final_config(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+        """The source's ``config.json`` (or one made from the model) with the saved type set."""
+        config = hf_config(model) if self.checkpoint_dir is None else self._source_config()
+        # transformers renamed torch_dtype to dtype in 4.56; older releases know only the first.
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+        for key in keys:
+            config[key] = str(dtype).removeprefix("torch.")
+        return config
+
+    def _extra_files(self, tokenizer: SavableTokenizer | None) -> list[Path]:
+        files = [] if tokenizer is None else list(tokenizer.files())
+        if self.checkpoint_dir is not None:
+            names = _OTHER_FILES if tokenizer is not None else (*_OTHER_FILES, *_TOKENIZER_FILES)
+            files += [
+                self.checkpoint_dir / name
+                for name in names
+                if (self.checkpoint_dir / name).is_file()
+            ]
+        return list({path.name: path for path in reversed(files)}.values())
+
+
+def _init(config: Any, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    init_tensor_(name, tensor, generator, config)

@@ -1,0 +1,310 @@
+"""Writes a model as a Hugging Face folder, from all ranks at once: complete, or not there.
+
+Tensors are dealt in order to files of limited size, files to ranks. Every rank takes part in the
+gathering of every tensor, but only the owner of its file keeps it, and only until some
+``buffer_bytes`` have come together; then all owners write, each to its own file. So no rank ever
+holds more than that part of the model.
+
+All files go to a hidden folder beside the final one, which is renamed once everything is on the
+disk.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
+from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from torchtune_cp.errors import UserError
+
+#: Hugging Face's tools write files of this size.
+MAX_FILE_BYTES = 5 * 1000**3
+BUFFER_BYTES = 1000**3
+
+_DTYPE_NAMES = {
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+@dataclass
+class FilePlan:
+    """One file of the folder: its name and its tensors (name to shape) in order."""
+
+    name: str
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def plan_files(
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, max_file_bytes: int
+) -> list[FilePlan]:
+    """Deal tensors in order to files of at most ``max_file_bytes`` (a larger tensor gets its own).
+
+    Args:
+        shapes: Tensor names and full shapes.
+        dtype: The type they are written in.
+        max_file_bytes: Most bytes of tensors in a file.
+
+    Returns:
+        The files, named as Hugging Face's tools name them.
+    """
+    plans = [FilePlan("")]
+    for name, shape in shapes.items():
+        num_bytes = prod(shape) * dtype.itemsize
+        if plans[-1].shapes and plans[-1].num_bytes + num_bytes > max_file_bytes:
+            plans.append(FilePlan(""))
+        plans[-1].shapes[name] = tuple(shape)
+        plans[-1].num_bytes += num_bytes
+    for number, plan in enumerate(plans, start=1):
+        plan.name = (
+            SINGLE_NAME
+            if len(plans) == 1
+            else f"model-{number:05d}-of-{len(plans):05d}.safetensors"
+        )
+    return plans
+
+
+def _header(plan: FilePlan, dtype: torch.dtype) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in plan.shapes.items():
+        end = offset + prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # keeps the tensors aligned, as the format asks
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    if tensor.numel():
+        # numpy has no bfloat16: hand over the bytes.
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rounds(
+    plans: Sequence[FilePlan], owners: Sequence[int], dtype: torch.dtype, buffer_bytes: int
+) -> Iterator[list[tuple[int, str]]]:
+    """Cut the work into rounds of (file index, tensor name).
+
+    Within a round every owner collects at most ``buffer_bytes`` (or one tensor) of one file. The
+    files of different owners advance side by side, so that the owners write at the same time. All
+    ranks compute the same rounds.
+    """
+    queues: dict[int, list[tuple[int, str, int]]] = {owner: [] for owner in owners}
+    for index, (plan, owner) in enumerate(zip(plans, owners, strict=True)):
+        for name, shape in plan.shapes.items():
+            queues[owner].append((index, name, prod(shape) * dtype.itemsize))
+    places = dict.fromkeys(queues, 0)
+    while any(places[owner] < len(queue) for owner, queue in queues.items()):
+        taken: list[tuple[int, str]] = []
+        for owner, queue in queues.items():
+            room = buffer_bytes
+            while places[owner] < len(queue):
+                index, name, num_bytes = queue[places[owner]]
+                if room < buffer_bytes and num_bytes > room:
+                    break
+                taken.append((index, name))
+                room -= num_bytes
+                places[owner] += 1
+        yield taken
+
+
+def _replace_folder(temporary: Path, final: Path) -> None:
+    """Rename the new folder into place; an earlier one is moved away first and deleted last."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def save_hf_folder(
+    shapes: Mapping[str, Sequence[int]],
+    get_full: Callable[[str], torch.Tensor],
+    folder: str | Path,
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    extra_files: Sequence[Path] = (),
+    max_file_bytes: int = MAX_FILE_BYTES,
+    buffer_bytes: int = BUFFER_BYTES,
+    agreement: Agreement | None = None,
+) -> None:
+    """Write a Hugging Face model folder; every rank has to call this with the same arguments.
+
+    Args:
+        shapes: Hugging Face's tensor names and full shapes, in the order of the files.
+        get_full: Gives a whole tensor by that name, on any device. Called on every rank in the same
+            order (it may be a collective); ranks that do not own the tensor's file drop the result.
+        folder: The final folder; an earlier complete one is replaced.
+        config: Content of ``config.json``.
+        dtype: The type to write.
+        extra_files: Files to copy under their own names (tokenizer, ``generation_config.json``);
+            read on rank 0 only.
+        max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
+        buffer_bytes: Most bytes of tensors that a rank holds (one tensor, if that is larger).
+        agreement: The meeting point of the ranks; made and closed here if None.
+
+    Raises:
+        UserError: The folder cannot be written (disk full, no permission), on every rank; or
+        ``dtype``
+            is not a type of weights.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")
+    own_agreement = agreement is None
+    agreement = agreement or Agreement()
+    final = Path(folder).expanduser().absolute()
+    temporary = final.with_name(f".{final.name}.incomplete")
+    try:
+        _save(
+            shapes,
+            get_full,
+            final,
+            temporary,
+            config=config,
+            dtype=dtype,
+            extra_files=extra_files,
+            max_file_bytes=max_file_bytes,
+            buffer_bytes=buffer_bytes,
+            agreement=agreement,
+        )
+    except (OSError, RemoteError) as error:
+        if agreement.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"could not save the model to {final}: {error}") from error
+    finally:
+        if own_agreement:
+            agreement.close()
+
+
+def _save(
+    shapes: Mapping[str, Sequence[int]],
+    get_full: Callable[[str], torch.Tensor],
+    final: Path,
+    temporary: Path,
+    *,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    extra_files: Sequence[Path],
+    max_file_bytes: int,
+    buffer_bytes: int,
+    agreement: Agreement,
+) -> None:
+    writers = _open_temporary(final, temporary, agreement)
+    plans = plan_files(shapes, dtype, max_file_bytes)
+    owners = [writers[index % len(writers)] for index in range(len(plans))]
+    for taken in _rounds(plans, owners, dtype, buffer_bytes):
+        kept: list[tuple[int, str, torch.Tensor]] = []
+        for index, name in taken:
+            tensor = get_full(name)
+            assert tuple(tensor.shape) == plans[index].shapes[name], (name, tensor.shape)
+            if owners[index] == agreement.rank:
+                kept.append((index, name, tensor.detach().to(device="cpu", dtype=dtype)))
+            del tensor
+        error: Exception | None = None
+        try:
+            for index, name, tensor in kept:
+                first = name == next(iter(plans[index].shapes))
+                last = name == next(reversed(plans[index].shapes))
+                with (temporary / plans[index].name).open("wb" if first else "ab") as file:
+                    if first:
+                        file.write(_header(plans[index], dtype))
+                    _write_tensor(file, tensor)
+                if last:
+                    _sync(temporary / plans[index].name)
+        except OSError as caught:
+            error = caught
+        agreement.raise_together(error)
+    error = None
+    if agreement.rank == 0:
+        try:
+            _write_small_files(temporary, plans, config, extra_files)
+            for plan in plans:
+                expected = len(_header(plan, dtype)) + plan.num_bytes
+                found = (temporary / plan.name).stat().st_size
+                if found != expected:
+                    raise OSError(
+                        f"{plan.name} has {found} bytes on the disk instead of {expected}"
+                    )
+            _sync(temporary)
+            _replace_folder(temporary, final)
+        except OSError as caught:
+            error = caught
+    agreement.raise_together(error)
+
+
+def _open_temporary(final: Path, temporary: Path, agreement: Agreement) -> list[int]:
+    """Make the hidden folder on rank 0; return the ranks that see it and so can write there.
+
+    On several nodes without a shared file system only the first node's ranks do.
+    """
+    error: Exception | None = None
+    if agreement.rank == 0:
+        try:
+            if final.exists() and not (final.is_dir() and _is_replaceable(final)):
+                raise FileExistsError("it exists and is not a saved model; move it away")
+            if temporary.exists():
+                shutil.rmtree(temporary)  # left by a save that was killed
+            temporary.mkdir(parents=True)
+        except OSError as caught:
+            error = caught
+    agreement.raise_together(error)
+    sees = agreement.rank == 0 or temporary.is_dir()
+    return [rank for rank, note in enumerate(agreement.gather("yes" if sees else None)) if note]
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Only an empty folder or a saved model is deleted to make room, never a user's other files."""
+    return (folder / CONFIG_NAME).is_file() or not any(folder.iterdir())
+
+
+def _write_small_files(
+    temporary: Path,
+    plans: Sequence[FilePlan],
+    config: Mapping[str, Any],
+    extra_files: Sequence[Path],
+) -> None:
+    contents = {CONFIG_NAME: dict(config)}
+    if len(plans) > 1:
+        contents[INDEX_NAME] = {
+            "metadata": {"total_size": sum(plan.num_bytes for plan in plans)},
+            "weight_map": {name: plan.name for plan in plans for name in plan.shapes},
+        }
+    for name, content in contents.items():
+        path = temporary / name
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _sync(path)
+    for source in extra_files:
+        # copyfile, not copy: a read-only original must not make the copy read-only.
+        shutil.copyfile(source, temporary / source.name)
+        _sync(temporary / source.name)
