@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def _worker(
         torch.save(result, out + ".pt")
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - carried to the parent, whatever it is
         with open(out + ".error", "w") as f:
             f.write(traceback.format_exc())
         os._exit(1)
@@ -67,11 +68,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         hanging = [p for p in processes if p.is_alive()]
         for process in hanging:
             process.kill()
-        errors = [
-            open(os.path.join(folder, name)).read()
-            for name in sorted(os.listdir(folder))
-            if name.endswith(".error")
-        ]
+        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
         if errors:
             raise AssertionError(
                 f"{len(errors)} of {world_size} ranks failed; the first:\n{errors[0]}"

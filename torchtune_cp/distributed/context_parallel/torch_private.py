@@ -94,17 +94,12 @@ def _cpu_backward_handler(
     group = query.device_mesh.get_group()
 
     def backward(
-        *,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        is_causal: bool,
-        scale: float | None,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any
     ) -> tuple[torch.Tensor, ...]:
-        return op_call(grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale)
+        grad_out, out, logsumexp = rest["grad_out"], rest["out"], rest["logsumexp"]
+        return op_call(
+            grad_out, query, key, value, out, logsumexp, 0.0, rest["is_causal"], scale=rest["scale"]
+        )
 
     with _merge_precision(query.dtype):
         grads = cp_impl._templated_ring_attention_backward(
@@ -181,7 +176,7 @@ def ring_attention(
     load_balance: bool,
     rotate_method: str,
 ) -> Generator[None, None, None]:
-    """torch's ``context_parallel`` with its module-level options set for this call and put back after.
+    """Enter torch's ``context_parallel`` with its module-level options set, and put back afterwards.
 
     Args:
         mesh: One-dimensional context-parallel mesh.
@@ -207,7 +202,7 @@ def ring_attention(
     if patch is not None:
         # torch leaves a function alone that it knows as its own replacement.
         cp_impl._replaced_functions[patch] = (original.__name__, original)
-        F.scaled_dot_product_attention = patch  # type: ignore[assignment]
+        F.scaled_dot_product_attention = patch
     try:
         with torch_context_parallel(
             mesh,
@@ -218,8 +213,8 @@ def ring_attention(
             if patch is None:
                 patch = _guarded(F.scaled_dot_product_attention, load_balance)
                 _patched_sdpa[mesh, load_balance] = patch
-                F.scaled_dot_product_attention = patch  # type: ignore[assignment]
+                F.scaled_dot_product_attention = patch
             yield
     finally:
-        F.scaled_dot_product_attention = original  # type: ignore[assignment]
+        F.scaled_dot_product_attention = original
         options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode = saved

@@ -1,0 +1,111 @@
+"""Shards a model over the mesh with FSDP2, and fills the shards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchtune_cp.distributed.context_parallel.torch_private import (
+    compute_local_shape_and_global_offset,
+)
+from torchtune_cp.errors import UserError
+
+if TYPE_CHECKING:
+    from torchtune_cp.models.transformer import TransformerDecoder
+
+
+class ReadsSlices(Protocol):
+    """Where weights come from: hands out any slice of a parameter by name."""
+
+    def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the slice of parameter ``name`` that starts at ``offsets``, on the CPU."""
+        ...
+
+
+def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Say in which precision a model computes; its shards, and the optimizer, stay in float32.
+
+    Args:
+        dtype: ``torch.float32``, or ``torch.bfloat16``: parameters are gathered and used in bfloat16,
+            gradients are reduced in float32.
+    """
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def shard_model(
+    model: TransformerDecoder,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    custom_sharded_layers: list[str] | None = None,
+) -> None:
+    """Shard parameters over ``mesh``, in place: one group per layer, embedding and head apart.
+
+    Args:
+        model: A decoder with ``tok_embeddings``, ``layers``, ``norm`` and ``output``; may be on the
+            meta device.
+        mesh: ``dp_shard x cp`` flattened, or ``(dp_replicate, dp_shard x cp)``. Context-parallel ranks
+            hold different slices of a sequence and thus add up gradients like data-parallel ones.
+        dtype: See :func:`precision_policy`.
+        reshard_after_forward: Free a layer's gathered parameters after its forward pass and gather
+            them again in backward.
+        custom_sharded_layers: Names of further modules that get a group of their own.
+
+    Raises:
+        UserError: ``custom_sharded_layers`` names a module that the model does not have.
+    """
+    policy = precision_policy(dtype)
+
+    def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    for layer in model.layers:
+        shard(layer, reshard_after_forward)
+    if not model.config.tie_word_embeddings:
+        shard(model.tok_embeddings, reshard_after_forward)
+        # The head's backward follows its forward at once: freeing it in between would gain nothing.
+        shard([model.norm, model.output], False)
+    # Tied weights stay in the root group, which is gathered from the embedding to the loss.
+    named = dict(model.named_modules())
+    for name in custom_sharded_layers or []:
+        if name not in named:
+            raise UserError(
+                f"custom_sharded_layers names '{name}', which this model does not have;"
+                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
+            )
+        tied = model.config.tie_word_embeddings and name in ("tok_embeddings", "output")
+        if not isinstance(named[name], FSDPModule) and not tied and list(named[name].parameters()):
+            shard(named[name], reshard_after_forward)
+    shard(model, False)
+
+
+def materialize(model: nn.Module, source: ReadsSlices, device: torch.device) -> None:
+    """Allocate a meta-device model and read into each rank's shards what belongs there.
+
+    Args:
+        model: A model without buffers, sharded or not.
+        source: The weights; asked for this rank's slices only.
+        device: Where the shards live.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if isinstance(param, DTensor):
+                shape, offsets = compute_local_shape_and_global_offset(
+                    param.shape, param.device_mesh, param.placements
+                )
+                local = param.to_local()
+            else:
+                shape, offsets, local = tuple(param.shape), (0,) * param.ndim, param
+            if local.numel():
+                local.copy_(source.read(name, tuple(offsets), tuple(shape)))

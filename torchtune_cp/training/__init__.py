@@ -1,0 +1,17 @@
+"""What a training loop is made of: loss, step, schedules, checkpointing of activations, seeds."""
+
+from torchtune_cp.training.loss import LinearCrossEntropyLoss
+from torchtune_cp.training.lr_schedulers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+from torchtune_cp.training.profiler import setup_torch_profiler
+
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "get_constant_schedule_with_warmup",
+    "get_cosine_schedule_with_warmup",
+    "get_linear_schedule_with_warmup",
+    "setup_torch_profiler",
+]

@@ -1,0 +1,150 @@
+"""Cross entropy fused with the output projection, a chunk of tokens at a time.
+
+Shape legend: N tokens (batch x sequence of this rank), c tokens of a chunk, d embedding, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtune_cp.errors import UserError
+
+
+def _chunk_loss_and_grad(
+    logits: Tensor, labels: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Sum the losses of a chunk and return the gradient of that sum with respect to its logits.
+
+    Args:
+        logits: [c, v], float32 or wider; its memory may be reused.
+        labels: [c].
+        ignore_index: The label of a token that does not count.
+
+    Returns:
+        The sum, a scalar, and softmax(logits) - onehot(labels), [c, v], 0 for ignored tokens.
+    """
+    valid = labels != ignore_index
+    index = labels.where(valid, 0).unsqueeze(1)
+    log_probs = F.log_softmax(logits, dim=-1)
+    picked = log_probs.gather(1, index).squeeze(1)
+    loss = -picked.where(valid, 0).sum()
+    grad = log_probs.exp_()
+    grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand_as(index))
+    if not bool(valid.all()):
+        # In place and by fill, not by multiplication: an infinite logit times 0 would be NaN.
+        grad[~valid] = 0
+    return loss, grad
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Takes the gradient in the forward pass: three products with the head instead of four.
+
+    Keeping logits for backward needs [N, v]; recomputing them needs a fourth product. A loss that is
+    the last node of the graph can take its own gradient while a chunk's logits are at hand (as Liger
+    Kernel does, arXiv 2410.10989); backward then only multiplies by the incoming scalar.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int
+    ) -> Tensor:
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=accumulate)
+        grad_hidden = torch.empty_like(hidden)
+        # Chunks add up in float32: bfloat16 would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=accumulate)
+        for start in range(0, hidden.size(0), chunk):
+            part = slice(start, start + chunk)
+            h, y = hidden[part], labels[part]
+            logits = h @ weight.t()
+            loss, grad = _chunk_loss_and_grad(logits.to(accumulate), y, ignore_index)
+            total += loss
+            del logits
+            grad = grad.to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            if accumulate == hidden.dtype:
+                grad_weight.addmm_(grad.t(), h)
+            else:
+                grad_weight += grad.t() @ h
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # Out of place: autograd may hand the saved tensors out again (retain_graph).
+        return (
+            grad_hidden * grad.to(grad_hidden.dtype),
+            grad_weight * grad.to(grad_weight.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class LinearCrossEntropyLoss:
+    """Sum of the cross entropies of a slice's tokens, without ever holding all of its logits.
+
+    It is the SUM: the training step divides by the number of label tokens of the whole global step,
+    which no rank or micro-batch knows by itself.
+
+    Args:
+        num_output_chunks: A slice's tokens are projected in at least this many chunks.
+        ignore_index: The label of tokens that do not count.
+        max_chunk_tokens: No chunk is longer than this many tokens, however long the slice: the logits
+            of a chunk take ``max_chunk_tokens x v x 4`` bytes.
+
+    Raises:
+        UserError: A number of chunks or tokens below 1.
+    """
+
+    def __init__(
+        self, num_output_chunks: int = 8, ignore_index: int = -100, max_chunk_tokens: int = 4096
+    ) -> None:
+        for key, value in (
+            ("num_output_chunks", num_output_chunks),
+            ("max_chunk_tokens", max_chunk_tokens),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"loss.{key}={value!r}: must be a whole number of at least 1")
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
+        self.max_chunk_tokens = max_chunk_tokens
+
+    def chunk_tokens(self, num_tokens: int) -> int:
+        """How many tokens are projected at a time when a slice has ``num_tokens``."""
+        return max(1, min(-(-num_tokens // self.num_output_chunks), self.max_chunk_tokens))
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Project and sum.
+
+        Args:
+            hidden: [batch, seq, d], after the last norm.
+            weight: [v, d], the output projection.
+            labels: [batch, seq], already shifted; ``ignore_index`` where nothing is to be predicted.
+
+        Returns:
+            The sum of the token losses in nats, a float32 scalar (float64 for float64 inputs). It
+            depends on ``hidden`` and ``weight`` even where no label counts: their gradient is then 0.
+        """
+        hidden = hidden.reshape(-1, hidden.size(-1))
+        labels = labels.reshape(-1)
+        chunk = self.chunk_tokens(hidden.size(0))
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            total: Tensor = _FusedLinearCrossEntropy.apply(
+                hidden, weight, labels, chunk, self.ignore_index
+            )
+            return total
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start in range(0, hidden.size(0), chunk):
+            part = slice(start, start + chunk)
+            logits = (hidden[part] @ weight.t()).to(total.dtype)
+            total += F.cross_entropy(
+                logits, labels[part], ignore_index=self.ignore_index, reduction="sum"
+            )
+        return total

@@ -1,0 +1,80 @@
+"""What a token-normalised step over ranks and micro-batches needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+IGNORE_INDEX = -100
+
+
+def micro_batches(
+    loader: Iterable[dict[str, Tensor]], count: int
+) -> Iterator[list[dict[str, Tensor]]]:
+    """Group a loader's batches into optimizer steps.
+
+    All micro-batches of a step are read before its first forward pass: the number of label tokens in
+    the global step is the denominator of every one of them.
+
+    Args:
+        loader: Yields batches (token ids: small).
+        count: Micro-batches per step. A last, incomplete group is yielded too.
+    """
+    iterator = iter(loader)
+    while group := list(islice(iterator, count)):
+        yield group
+
+
+def count_label_tokens(batches: list[dict[str, Tensor]], ignore_index: int = IGNORE_INDEX) -> int:
+    """Count the labels that are trained on in whole (not yet cut) batches."""
+    return sum(int((batch["labels"] != ignore_index).sum()) for batch in batches)
+
+
+def sum_over(mesh: DeviceMesh, *values: float | Tensor, device: torch.device) -> list[float]:
+    """Add numbers up over the ranks of a one-dimensional mesh.
+
+    Args:
+        mesh: Its ranks take part.
+        values: Numbers or scalar tensors of this rank.
+        device: Where the process group's collectives run.
+
+    Returns:
+        The sums, the same on every rank. Added in float64, so that counts are exact and the order of
+        ranks does not show.
+    """
+    packed = torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values]
+    )
+    dist.all_reduce(packed, group=mesh.get_group())
+    return packed.tolist()
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The 2-norm of all gradients over all ranks, in float32.
+
+    Args:
+        model: After backward; parameters may be sharded (DTensor).
+
+    Returns:
+        A scalar tensor, the same on every rank.
+    """
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(grads)
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
+def clip_gradients(model: nn.Module, max_norm: float, total_norm: Tensor) -> None:
+    """Scale all gradients down so that their norm is at most ``max_norm``.
+
+    Args:
+        model: After backward.
+        max_norm: The largest norm allowed.
+        total_norm: From :func:`gradient_norm`.
+    """
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
