@@ -109,3 +109,15 @@ def materialize(model: nn.Module, source: ReadsSlices, device: torch.device) -> 
                 shape, offsets, local = tuple(param.shape), (0,) * param.ndim, param
             if local.numel():
                 local.copy_(source.read(name, tuple(offsets), tuple(shape)))
+
+
+def set_gradient_sync(model: nn.Module, on: bool) -> None:
+    """Say whether the next backward pass adds gradients up over the ranks (FSDP2 modules only).
+
+    Args:
+        model: From :func:`shard_model`.
+        on: False for all micro-batches of a step but the last: their gradients then stay, unsharded,
+            on the rank that made them.
+    """
+    assert isinstance(model, FSDPModule), "set_gradient_sync needs a sharded model"
+    model.set_requires_gradient_sync(on)

@@ -60,17 +60,18 @@ class ParallelDims:
             if self.world_size % rest != 0:
                 raise UserError(
                     f"the world size of {self.world_size} cannot be divided into"
-                    f" {self._describe()}: {rest} does not divide {self.world_size}"
+                    f" {self.describe()}: {rest} does not divide {self.world_size}"
                 )
             self.dp_shard = self.world_size // rest
         if rest * self.dp_shard != self.world_size:
             raise UserError(
-                f"{self._describe()} need {rest * self.dp_shard} processes, but the world size is"
+                f"{self.describe()} need {rest * self.dp_shard} processes, but the world size is"
                 f" {self.world_size}: change a degree, or start --nproc_per_node x --nnodes ="
                 f" {rest * self.dp_shard} processes"
             )
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """Name every degree by its config key."""
         return " x ".join(f"{_CONFIG_KEYS[n]}={getattr(self, n)}" for n in MESH_DIM_NAMES)
 
     @property

@@ -78,3 +78,21 @@ def clip_gradients(model: nn.Module, max_norm: float, total_norm: Tensor) -> Non
         total_norm: From :func:`gradient_norm`.
     """
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
+
+
+def max_over(mesh: DeviceMesh, value: float, device: torch.device) -> float:
+    """The largest of the ranks' numbers.
+
+    Args:
+        mesh: Its ranks take part.
+        value: This rank's number.
+        device: Where the process group's collectives run.
+    """
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return largest.item()
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move a batch's tensors to a device."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,173 @@
+"""Fine-tune all weights of a causal language model, every sequence cut over several ranks.
+
+    tune run --nproc_per_node 2 full_finetune_distributed --config tiny/llama_cpu context_parallel_dim=2
+
+The run, top to bottom: config -> mesh -> model -> data -> step -> metrics -> checkpoint.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtune_cp import config
+from torchtune_cp.config import FullFinetuneConfig
+from torchtune_cp.distributed import Meshes, context_parallel
+from torchtune_cp.distributed.fsdp import set_gradient_sync
+from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
+from torchtune_cp.metrics import memory_stats, peak_memory_bytes
+from torchtune_cp.metrics.throughput import StepTimer
+from torchtune_cp.training.seed import set_seed, shared_seed
+from torchtune_cp.training.setup import (
+    build_loader,
+    build_model,
+    build_optimizer,
+    build_profiler,
+    build_report,
+    build_tokenizer,
+    parallel_dims,
+    setup_logging,
+)
+from torchtune_cp.training.step import (
+    clip_gradients,
+    count_label_tokens,
+    gradient_norm,
+    max_over,
+    micro_batches,
+    sum_over,
+    to_device,
+)
+
+
+@config.parse(schema=FullFinetuneConfig)
+def main(cfg: FullFinetuneConfig) -> None:
+    """Train, validate, save: see the module's docstring."""
+    # --- mesh: every rank learns its place ----------------------------------------------------
+    device = init_distributed(cfg.device)
+    log = setup_logging(cfg.log_level)
+    dims = parallel_dims(cfg)
+    meshes = Meshes.build(dims, device.type)
+    seed = shared_seed(cfg.seed)
+    set_seed(seed)
+    output_dir = Path(cfg.output_dir).expanduser()
+    if is_rank_zero():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.yaml").write_text(config.resolved_yaml(cfg), encoding="utf-8")
+
+    # --- model: built without memory, sharded over dp_shard x cp, each rank reads its shards --
+    checkpointer = config.instantiate(cfg.checkpointer)
+    model = build_model(cfg, checkpointer, meshes, device, seed)
+    loss_fn = config.instantiate(cfg.loss)
+
+    # --- data: whole sequences; context-parallel peers read the same ones ---------------------
+    tokenizer = build_tokenizer(cfg)
+    loader = build_loader(cfg, cfg.dataset, tokenizer, meshes, seed)
+    val_loader = None
+    if cfg.dataset_val is not None:
+        val_loader = build_loader(cfg, cfg.dataset_val, tokenizer, meshes, seed, validation=True)
+    steps_per_epoch = -(-len(loader) // cfg.gradient_accumulation_steps)
+    if cfg.max_steps_per_epoch is not None:
+        steps_per_epoch = min(steps_per_epoch, cfg.max_steps_per_epoch)
+    total_steps = cfg.epochs * steps_per_epoch
+    optimizer, scheduler = build_optimizer(cfg, model, total_steps)
+    log.info(
+        "%d parameters on %s, %d steps",
+        sum(p.numel() for p in model.parameters()),
+        dims.describe(),
+        total_steps,
+    )
+    report = build_report(cfg, total_steps, dims.world_size)
+    timer = StepTimer(device)
+
+    # --- the line where a sequence is cut: training and validation go through the same door ---
+    cut = partial(
+        context_parallel,
+        meshes.cp,
+        rotate_method=cfg.context_parallel_rotate_method,
+        pad_to_multiple_of=dims.min_seq_len_divisor,
+    )
+
+    def slice_loss(local: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Sum of the token losses of this rank's slice; its logits exist a chunk at a time."""
+        head = partial(loss_fn, labels=local["labels"])
+        return model(local["tokens"], local.get("input_pos"), output_fn=head)
+
+    def validate(step: int) -> None:
+        """Mean token loss over the whole validation set: every sample once, whatever the mesh."""
+        if val_loader is None:
+            return
+        model.eval()
+        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+        with torch.no_grad():
+            for batch in val_loader:
+                tokens += count_label_tokens([batch])
+                with cut(to_device(batch, device)) as local:
+                    loss_sum += slice_loss(local)
+        model.train()
+        (all_tokens,) = sum_over(meshes.dp, tokens, device=device)
+        (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
+        report.validation(step=step, loss=all_loss / max(all_tokens, 1), tokens=int(all_tokens))
+
+    # --- the loop -----------------------------------------------------------------------------
+    model.train()
+    step = 0
+    validate(step)
+    with build_profiler(cfg) as profiler:
+        for epoch in range(cfg.epochs):
+            loader.set_epoch(epoch)
+            steps = micro_batches(loader, cfg.gradient_accumulation_steps)
+            for batches in islice(steps, steps_per_epoch):
+                timer.start()
+                # Counted before the cut, over everything that this optimizer step adds up.
+                (tokens,) = sum_over(meshes.dp, count_label_tokens(batches), device=device)
+                # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
+                scale = meshes.loss.size() / max(tokens, 1)
+                loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+                for i, batch in enumerate(batches):
+                    set_gradient_sync(model, i == len(batches) - 1)
+                    with cut(to_device(batch, device)) as local:
+                        loss = slice_loss(local)
+                        (loss * scale).backward()
+                    loss_sum += loss.detach()
+                grad_norm = gradient_norm(model)
+                if cfg.clip_grad_norm is not None:
+                    clip_gradients(model, cfg.clip_grad_norm, grad_norm)
+                lr = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                if scheduler is not None:
+                    scheduler.step()
+                step += 1
+
+                (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
+                peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
+                seconds, _ = timer.stop()
+                report.step(
+                    step=step,
+                    epoch=epoch,
+                    loss=all_loss / max(tokens, 1),
+                    grad_norm=grad_norm.item(),
+                    lr=lr,
+                    tokens=int(tokens),
+                    seconds=seconds,
+                    peak_memory_bytes=int(peak),
+                    memory=memory_stats(device),
+                )
+                profiler.step()
+                due = cfg.run_val_every_n_steps and step % cfg.run_val_every_n_steps == 0
+                if due or step == total_steps:
+                    validate(step)
+
+    # --- checkpoint: a Hugging Face folder, written by all ranks, visible when complete -------
+    folder = checkpointer.save_final(model, tokenizer, folder=output_dir / "final")
+    report.close()
+    log.info("the fine-tuned model lies in %s", folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The stages between a config and a training loop, one function each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, ListConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchtune_cp.checkpointing import FullModelHFCheckpointer
+from torchtune_cp.config import FullFinetuneConfig, instantiate
+from torchtune_cp.data import TokenDataLoader, build_dataloader
+from torchtune_cp.distributed import Meshes, ParallelDims
+from torchtune_cp.distributed.fsdp import materialize, shard_model
+from torchtune_cp.distributed.process_group import is_rank_zero
+from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.report import RunReport
+from torchtune_cp.models.transformer import TransformerDecoder
+from torchtune_cp.training.compile import compile_layers
+from torchtune_cp.training.memory import apply_activation_checkpointing
+from torchtune_cp.training.profiler import setup_torch_profiler
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def setup_logging(level: str) -> logging.Logger:
+    """Let rank 0 speak at ``level`` and the others from WARNING on, so that nothing is said twice.
+
+    Args:
+        level: A name of Python's logging levels.
+
+    Returns:
+        The package's logger.
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logger = logging.getLogger("torchtune_cp")
+    logger.setLevel(level if is_rank_zero() else max(logging.WARNING, logging.getLevelName(level)))
+    return logger
+
+
+def parallel_dims(cfg: FullFinetuneConfig) -> ParallelDims:
+    """Read the degrees of parallelism off a config; the process group must be up.
+
+    Raises:
+        UserError: They do not fill the world.
+    """
+    return ParallelDims(
+        dp_replicate=cfg.data_parallel_replicate_dim,
+        dp_shard=cfg.data_parallel_shard_dim,
+        cp=cfg.context_parallel_dim,
+        tp=cfg.tensor_parallel_dim,
+        world_size=dist.get_world_size(),
+    )
+
+
+def build_model(
+    cfg: FullFinetuneConfig,
+    checkpointer: FullModelHFCheckpointer,
+    meshes: Meshes,
+    device: torch.device,
+    seed: int,
+) -> TransformerDecoder:
+    """Build the model on the meta device, shard it, and read into each rank what it holds.
+
+    Args:
+        cfg: The run's config.
+        checkpointer: Where the weights come from.
+        meshes: Parameters are sharded over ``meshes.fsdp``.
+        device: Where the shards live.
+        seed: Of the weights when they are random.
+
+    Raises:
+        UserError: The config names something that is no decoder, or weights of another model.
+    """
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    if not isinstance(model, TransformerDecoder):
+        raise UserError(
+            f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
+            " this recipe trains the decoders of torchtune_cp.models"
+        )
+    if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
+        apply_activation_checkpointing(model)
+    elif cfg.ac_mode == "selective":
+        apply_activation_checkpointing(model, _every_nth(cfg.ac_option))
+    if _compiles(cfg.compile, "model"):
+        compile_layers(model)
+    shard_model(
+        model,
+        meshes.fsdp,
+        dtype=DTYPES[cfg.dtype],
+        reshard_after_forward=cfg.fsdp_reshard_after_forward,
+        custom_sharded_layers=cfg.custom_sharded_layers,
+    )
+    materialize(model, checkpointer.source(model, seed), device)
+    return model
+
+
+def _every_nth(ac_option: int | str | None) -> int:
+    if not str(ac_option).isdigit():
+        raise UserError(
+            f"ac_option={ac_option!r}: allowed is a whole number n (checkpoint every n-th layer)"
+        )
+    return int(str(ac_option))
+
+
+def _compiles(setting: bool | DictConfig, part: str) -> bool:
+    return bool(setting.get(part, False)) if isinstance(setting, DictConfig) else setting
+
+
+def build_optimizer(
+    cfg: FullFinetuneConfig, model: TransformerDecoder, total_steps: int
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Build the optimizer and, where the config names one, the schedule of its learning rate.
+
+    Args:
+        cfg: The run's config.
+        model: The sharded model.
+        total_steps: Optimizer steps of the whole run.
+
+    Returns:
+        The optimizer and the schedule (stepped once per optimizer step) or None.
+    """
+    optimizer = instantiate(cfg.optimizer, model.parameters())
+    if cfg.lr_scheduler is None:
+        return optimizer, None
+    return optimizer, instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)
+
+
+def build_profiler(cfg: FullFinetuneConfig) -> Any:
+    """Build the profiler that the config names; without one, a stand-in that does nothing."""
+    return setup_torch_profiler() if cfg.profiler is None else instantiate(cfg.profiler)
+
+
+def build_report(cfg: FullFinetuneConfig, total_steps: int, world_size: int) -> RunReport:
+    """Build what the run reports through; the configured logger exists on rank 0 only.
+
+    Args:
+        cfg: The run's config.
+        total_steps: Optimizer steps of the whole run.
+        world_size: Number of processes.
+    """
+    logger = None
+    if is_rank_zero() and cfg.metric_logger is not None:
+        logger = instantiate(cfg.metric_logger)
+        logger.log_config(cfg)
+    return RunReport(
+        cfg.output_dir,
+        logger,
+        total_steps,
+        world_size=world_size,
+        enabled=is_rank_zero(),
+        log_every_n_steps=cfg.log_every_n_steps,
+        log_memory=cfg.log_peak_memory_stats,
+    )
+
+
+def build_tokenizer(cfg: FullFinetuneConfig) -> Any:
+    """Build the tokenizer that the config names."""
+    return instantiate(cfg.tokenizer)
+
+
+def build_loader(
+    cfg: FullFinetuneConfig,
+    dataset: DictConfig | ListConfig,
+    tokenizer: Any,
+    meshes: Meshes,
+    seed: int,
+    *,
+    validation: bool = False,
+) -> TokenDataLoader:
+    """Build the loader of this rank's data-parallel group; its context-parallel peers read the same.
+
+    Args:
+        cfg: The run's config.
+        dataset: ``cfg.dataset`` or ``cfg.dataset_val``; a list is concatenated.
+        tokenizer: Handed to the datasets.
+        meshes: ``meshes.dp`` says which samples this rank reads.
+        seed: Of the order of samples.
+        validation: Read every sample exactly once, in order; training instead leaves out an
+            incomplete last global batch.
+
+    Raises:
+        UserError: A dataset that cannot be read, or holds less than one global batch.
+    """
+    nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
+    parts = [instantiate(node, tokenizer) for node in nodes]
+    collate = instantiate.callable(cfg.collate_fn)
+    return build_dataloader(
+        parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
+        batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
+        dp_rank=meshes.dp.get_local_rank(),
+        dp_degree=meshes.dp.size(),
+        shuffle=cfg.shuffle and not validation,
+        seed=seed,
+        drop_last=not validation,
+        collate_fn=collate,
+    )
