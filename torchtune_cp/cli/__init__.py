@@ -1,0 +1,1 @@
+"""The ``tune`` command: one file per subcommand."""

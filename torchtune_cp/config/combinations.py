@@ -1,0 +1,157 @@
+"""Which config values cannot stand together, and which are not available yet.
+
+The one place for these rules. They look at checked values of the right type (see
+:mod:`torchtune_cp.config.schema`) and return one line a problem, naming the key to change.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A key that is known but whose feature has not landed; delete the rule when it lands.
+
+    Attributes:
+        key: The config key.
+        off: The values that leave the feature off, which are accepted.
+        feature: What the key would switch on.
+    """
+
+    key: str
+    off: tuple[Any, ...]
+    feature: str
+
+    def problem(self, value: Any) -> str | None:
+        """Return what to say about a value, None when it leaves the feature off."""
+        if value in self.off:
+            return None
+        return (
+            f"{self.key}: {value!r} asks for {self.feature}, which is not available in this"
+            f" version; set {self.key}={_spelt(self.off[0])}"
+        )
+
+
+def _spelt(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+NOT_YET: tuple[NotYet, ...] = (
+    NotYet("tensor_parallel_dim", (1,), "tensor parallelism"),
+    NotYet("optimizer_in_bwd", (False,), "optimizer steps inside backward"),
+    NotYet("enable_fp8_training", (False,), "float8 training"),
+    NotYet("enable_activation_offloading", (False,), "activation offloading"),
+    NotYet("fsdp_cpu_offload", (False,), "offloading parameters to the CPU"),
+    NotYet("resume_from_checkpoint", (False,), "resuming a run"),
+    NotYet("save_every_n_steps", (None,), "checkpoints during a run"),
+    NotYet("enable_async_checkpointing", (False,), "asynchronous checkpoints"),
+    NotYet("context_parallel_method", ("ring",), "another attention method"),
+)
+
+_PACKED_NOT_YET = "asks for packed documents, which are not available in this version; set"
+
+
+def _packed(values: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("dataset", "dataset_val"):
+        value = values.get(key)
+        nodes = (
+            {f"{key}.{i}": v for i, v in enumerate(value)}
+            if isinstance(value, list)
+            else {key: value}
+        )
+        for name, node in nodes.items():
+            if isinstance(node, Mapping) and node.get("packed"):
+                yield f"{name}.packed: {node['packed']!r} {_PACKED_NOT_YET} {name}.packed=false"
+
+
+def _validation(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("run_val_every_n_steps") is not None and values.get("dataset_val") is None:
+        yield (
+            "run_val_every_n_steps: is set but dataset_val is not:"
+            " give a dataset_val or set run_val_every_n_steps=null"
+        )
+
+
+def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
+    mode, option = values.get("ac_mode"), values.get("ac_option")
+    if values.get("enable_activation_checkpointing") and mode not in (None, "none", "full"):
+        yield (
+            f"ac_mode: {mode!r} contradicts enable_activation_checkpointing=true, which"
+            " checkpoints every layer: set one of them"
+        )
+    if mode == "selective" and option is None:
+        yield "ac_option: ac_mode=selective needs ac_option=N (checkpoint every N-th layer)"
+
+
+def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
+    if not values.get("optimizer_in_bwd"):
+        return
+    if values.get("gradient_accumulation_steps", 1) > 1:
+        yield "gradient_accumulation_steps: must be 1 with optimizer_in_bwd=true"
+    if values.get("clip_grad_norm") is not None:
+        yield "clip_grad_norm: must be null with optimizer_in_bwd=true"
+
+
+COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
+    _packed,
+    _validation,
+    _activation_checkpointing,
+    _optimizer_in_backward,
+)
+
+_DEGREES = (
+    "data_parallel_replicate_dim",
+    "data_parallel_shard_dim",
+    "context_parallel_dim",
+    "tensor_parallel_dim",
+)
+
+
+def degrees_problem(degrees: Mapping[str, int], world_size: int) -> str | None:
+    """Check that the parallel degrees fill the world exactly.
+
+    Args:
+        degrees: The four degrees under their config keys; a ``data_parallel_shard_dim`` of -1 takes
+            what the others leave.
+        world_size: The number of processes.
+
+    Returns:
+        The problem, naming every degree and the world size; None when they fit.
+    """
+    product = math.prod(degrees[key] for key in _DEGREES if degrees[key] != -1)
+    infer = degrees["data_parallel_shard_dim"] == -1
+    if product == world_size or (infer and world_size % product == 0):
+        return None
+    listed = " x ".join(f"{key}={degrees[key]}" for key in _DEGREES)
+    wanted = f"a multiple of {product}" if infer else str(product)
+    return (
+        f"{listed} need {wanted} processes, but the run has {world_size}:"
+        " change a degree or --nnodes / --nproc_per_node"
+    )
+
+
+def combination_problems(values: Mapping[str, Any], world_size: int | None = None) -> list[str]:
+    """Return everything that is wrong with values that are each right alone.
+
+    Args:
+        values: Config keys and values as plain containers, defaults filled in. Keys with a problem
+            of their own may be missing: the rules that need them are then skipped.
+        world_size: The number of processes of the run, None while it is not known.
+    """
+    problems = []
+    for rule in NOT_YET:
+        if rule.key in values:
+            problem = rule.problem(values[rule.key])
+            if problem:
+                problems.append(problem)
+    for combination in COMBINATIONS:
+        problems += combination(values)
+    if world_size is not None and all(key in values for key in _DEGREES):
+        problem = degrees_problem({key: values[key] for key in _DEGREES}, world_size)
+        if problem:
+            problems.append(problem)
+    return problems

@@ -1,0 +1,235 @@
+"""``parse``: what makes a recipe's main function a program.
+
+It reads ``--config FILE_OR_NAME key=value ...`` from the command line, hands the config over, and
+sees to it that a failing rank ends at once, leaves one clear line and, under ``tune run``, tells the
+launcher the cause.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, overload
+
+from omegaconf import DictConfig
+
+from torchtune_cp.config import allow
+from torchtune_cp.config.load import load_argv
+from torchtune_cp.config.locate import recipes_dir
+from torchtune_cp.config.schema import FullFinetuneConfig, to_typed
+from torchtune_cp.errors import ConfigError, UserError
+
+#: Set by ``tune run`` for its workers: they leave the report to the launcher.
+LAUNCHED_VARIABLE = "TUNE_LAUNCHED"
+#: Set by the user (or by ``--log-level DEBUG``) to see tracebacks.
+TRACEBACK_VARIABLE = "TUNE_TRACEBACK"
+
+#: Exit codes of ``tune`` and of every recipe.
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_PR_SET_PDEATHSIG = 1
+
+ConfigT = TypeVar("ConfigT", bound=FullFinetuneConfig)
+
+
+@overload
+def parse(main: Callable[[DictConfig], Any], /) -> Callable[[], None]: ...
+
+
+@overload
+def parse(
+    main: None = None, /, *, schema: type[ConfigT]
+) -> Callable[[Callable[[ConfigT], Any]], Callable[[], None]]: ...
+
+
+@overload
+def parse(
+    main: None = None, /, *, schema: None = None
+) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]: ...
+
+
+def parse(main: Any = None, /, *, schema: Any = None) -> Any:
+    """Decorate a recipe's main function.
+
+    The decorated function takes no arguments: it reads ``sys.argv``. The undecorated one stays
+    reachable as ``main.__wrapped__``.
+
+    Args:
+        main: A function of one argument, the config.
+        schema: The recipe's config class: the function then gets a checked, typed config. Without
+            it the function gets the raw ``DictConfig``, as a user's own recipe may prefer.
+
+    Example::
+
+        @config.parse(schema=FullFinetuneConfig)
+        def main(cfg: FullFinetuneConfig) -> None: ...
+
+        if __name__ == "__main__":
+            main()
+    """
+    if main is None:
+        return functools.partial(_decorate, schema=schema)
+    return _decorate(main, schema=schema)
+
+
+def _decorate(
+    main: Callable[[Any], Any], *, schema: type[FullFinetuneConfig] | None
+) -> Callable[[], None]:
+    @functools.wraps(main)
+    def program() -> None:
+        _run(main, schema)
+
+    # The program's own signature is empty, whatever wraps copied.
+    del program.__dict__["__wrapped__"]
+    program.__dict__["__wrapped__"] = main
+    program.__annotations__ = {"return": None}
+    return program
+
+
+def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) -> None:
+    faulthandler.enable(all_threads=True)
+    if os.environ.get(LAUNCHED_VARIABLE):
+        _die_with_the_launcher()
+    show_traceback = wants_traceback()
+    try:
+        _trust_folder_of(main)
+        cfg: Any = load_argv(sys.argv[1:])
+        show_traceback = show_traceback or str(cfg.get("log_level")).upper() == "DEBUG"
+        if schema is not None:
+            cfg = to_typed(cfg, schema, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        result = main(cfg)
+    except KeyboardInterrupt:
+        _exit_now(EXIT_INTERRUPTED)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if code == 0:
+            return
+        _exit_now(code)
+    except BaseException as error:  # noqa: BLE001  (whatever ends a rank is reported, then ends it)
+        _record_for_launcher(error)
+        _report(error, show_traceback)
+        _exit_now(EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+    if isinstance(result, int) and result != 0:
+        _exit_now(result)
+
+
+def wants_traceback() -> bool:
+    """Say whether the environment asks for tracebacks."""
+    return os.environ.get(TRACEBACK_VARIABLE, "0").lower() not in ("", "0", "false")
+
+
+def _trust_folder_of(main: Callable[..., Any]) -> None:
+    file = main.__globals__.get("__file__")
+    if file is not None:
+        trust_recipe_folder(Path(file))
+
+
+def trust_recipe_folder(recipe: Path) -> None:
+    """Let configs name the modules beside a user's own recipe; shipped recipes add nothing."""
+    folder = recipe.resolve().parent
+    if folder != recipes_dir().resolve():
+        allow.trust_folder(folder)
+
+
+def _die_with_the_launcher() -> None:
+    """Have the kernel kill this rank when the launcher is killed: a rank must not outlive it."""
+    if sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died in between
+        _exit_now(EXIT_FAILED)
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End the process without waiting for its threads, which may sit in a collective forever."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # the reader is gone: nobody is left to see the rest
+    os._exit(code)
+
+
+def one_line(error: BaseException) -> str:
+    """Say an error in one line; a user's mistake keeps its own lines, one a problem."""
+    text = str(error).strip()
+    if isinstance(error, UserError):
+        return text
+    first = text.splitlines()[0] if text else ""
+    name = type(error).__name__
+    return f"{name}: {first}" if first else name
+
+
+def _report(error: BaseException, show_traceback: bool) -> None:
+    if show_traceback:
+        traceback.print_exception(error)
+    if os.environ.get(LAUNCHED_VARIABLE):
+        return
+    rank = os.environ.get("RANK")
+    where = f"rank {rank}: " if rank is not None else ""
+    for line in one_line(error).splitlines():
+        print(f"error: {where}{line}", file=sys.stderr)
+
+
+def _record_for_launcher(error: BaseException) -> None:
+    """Write the error where torch's elastic agent looks for it (``TORCHELASTIC_ERROR_FILE``).
+
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors``. Its time stamp counts
+    seconds, too coarse to tell the first failing rank from those that lost their peer to it, so a
+    finer one goes with it.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    now = time.time_ns()
+    kind = (
+        "config"
+        if isinstance(error, ConfigError)
+        else "user"
+        if isinstance(error, UserError)
+        else "error"
+    )
+    record = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(now // 10**9),
+                "time_ns": now,
+                "kind": kind,
+                "summary": one_line(error),
+                "lost_peer": _lost_its_peer(error),
+            },
+        }
+    }
+    try:
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+    except OSError as problem:
+        print(f"warning: cannot write {path}: {problem}", file=sys.stderr)
+
+
+def _lost_its_peer(error: BaseException) -> bool:
+    """Say whether a collective failed because another rank went away: not the first cause."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text
+        for sign in (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "remote process exited",
+            "recvVector failed",
+        )
+    )

@@ -1,0 +1,329 @@
+"""From ``{_component_: dotted.path, argument: value}`` to the object it describes."""
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchtune_cp.config import allow, torchtune_names
+from torchtune_cp.config.overrides import COMPONENT
+from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.errors import ConfigError
+
+# Arguments that make a library run code which came with a download.
+_RUNS_DOWNLOADED_CODE = ("trust_remote_code",)
+
+
+def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Build the object that a component node describes.
+
+    Components nested in its arguments (in mappings and lists, at any depth) are built first.
+
+    Args:
+        node: ``{_component_: dotted.path, argument: value, ...}``; None gives None.
+        *args: Positional arguments put before those of the config (an optimizer's parameters).
+        **kwargs: Keyword arguments that win over those of the config.
+
+    Returns:
+        What calling the component returns.
+
+    Raises:
+        ConfigError: The path is not allowed or does not exist, or the arguments do not fit the
+            component's signature. Errors raised by the component itself pass unchanged.
+    """
+    if node is None:
+        return None
+    tree, key = _plain(node)
+    return _build(tree, key, args, kwargs)
+
+
+def component_callable(node: DictConfig | Mapping[str, Any] | str) -> Callable[..., Any]:
+    """Return a component as a callable instead of calling it (a collate function).
+
+    Args:
+        node: A dotted path, or a component node whose arguments are bound to the callable.
+
+    Raises:
+        ConfigError: As :func:`instantiate`.
+    """
+    if isinstance(node, str):
+        return get_component(node)
+    tree, key = _plain(node)
+    component = get_component(tree[COMPONENT], _join(key, COMPONENT))
+    arguments = _arguments(tree, key)
+    return functools.partial(component, **arguments) if arguments else component
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _plain(node: DictConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    if not isinstance(node, (DictConfig, Mapping)):
+        raise ConfigError(f"expected a component {{{COMPONENT}: path, ...}}, got {node!r}")
+    cfg = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
+    key = cfg._get_full_key(None)
+    try:
+        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key or 'component'}: {str(error).splitlines()[0]}") from None
+    assert isinstance(tree, dict)
+    if not isinstance(tree.get(COMPONENT), str):
+        raise ConfigError(
+            f"{key or 'component'}: has no {COMPONENT}, the dotted path of what to build"
+        )
+    return {str(k): v for k, v in tree.items()}, key
+
+
+def _arguments(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    arguments = {k: v for k, v in tree.items() if k != COMPONENT}
+    return {name: _build_nested(value, _join(key, name)) for name, value in arguments.items()}
+
+
+def _build_nested(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        if COMPONENT in value:
+            return _build(value, key, (), {})
+        return {k: _build_nested(v, _join(key, str(k))) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_build_nested(v, f"{key}.{i}") for i, v in enumerate(value)]
+    return value
+
+
+def _build(
+    tree: Mapping[str, Any], key: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    component = get_component(tree[COMPONENT], _join(key, COMPONENT))
+    problems = node_problems(tree, key, positional=len(args), supplied=tuple(kwargs))
+    if problems:
+        raise ConfigError(problems)
+    return component(*args, **{**_arguments(tree, key), **kwargs})
+
+
+def get_component(path: str, key: str = COMPONENT) -> Callable[..., Any]:
+    """Return the class or function that a dotted path names.
+
+    Args:
+        path: A dotted path; ``torchtune.`` names resolve to this project's equivalents.
+        key: The config key that holds it, for messages.
+
+    Raises:
+        ConfigError: No such module or name, or one that a config may not name (see
+            :mod:`torchtune_cp.config.allow`).
+    """
+    try:
+        target = torchtune_names.resolve(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    parts = target.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{key}: {path!r} is no dotted path of a class or function")
+    if not allow.may_name(target):
+        raise _refused(path, key, "is not among the packages that a config may name")
+    if not allow.allowed_by_user(target) and any(part.startswith("_") for part in parts):
+        raise _refused(path, key, "leads through a private name")
+    found = _walk(target, path, key)
+    _check_kind(found, target, path, key)
+    return found
+
+
+def _refused(path: str, key: str, why: str) -> ConfigError:
+    package = path.partition(".")[0]
+    return ConfigError(
+        f"{key}: {path!r} is refused: it {why} ({allow.describe()});"
+        f" {allow.ALLOW_VARIABLE}={package} in the environment allows a package that you trust"
+    )
+
+
+def _walk(target: str, path: str, key: str) -> Any:
+    parts = target.split(".")
+    module = _import(parts[0], path, key)
+    found: Any = module
+    for position, part in enumerate(parts[1:], start=1):
+        is_last = position == len(parts) - 1
+        attribute = getattr(found, part, None)
+        if isinstance(found, types.ModuleType) and (attribute is None or not is_last):
+            submodule = _import_submodule(found.__name__, part, path, key)
+            attribute = submodule if submodule is not None else attribute
+        if attribute is None:
+            raise ConfigError(
+                f"{key}: {path!r} does not exist: {'.'.join(parts[:position])} has no"
+                f" {part!r}{did_you_mean(part, _public_names(found))}"
+            )
+        if isinstance(attribute, types.ModuleType) and attribute.__name__ != ".".join(
+            parts[: position + 1]
+        ):
+            raise _refused(path, key, f"reaches the module {attribute.__name__} sideways")
+        found = attribute
+    return found
+
+
+def _public_names(found: object) -> list[str]:
+    return [name for name in dir(found) if not name.startswith("_")]
+
+
+def _import(name: str, path: str, key: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            raise ConfigError(f"{key}: {path!r}: the package {name!r} is not installed") from None
+        raise ConfigError(f"{key}: {path!r}: importing {name} needs {error.name!r}") from None
+
+
+def _import_submodule(parent: str, name: str, path: str, key: str) -> types.ModuleType | None:
+    full = f"{parent}.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        # "parent is not a package" carries the same name as "no such submodule".
+        if error.name == full:
+            return None
+        raise ConfigError(f"{key}: {path!r}: importing {full} needs {error.name!r}") from None
+
+
+def _check_kind(found: Any, target: str, path: str, key: str) -> None:
+    if isinstance(found, types.ModuleType):
+        raise ConfigError(
+            f"{key}: {path!r} is a module, not a class or function"
+            f"; it has {', '.join(_public_names(found)[:12])}"
+        )
+    is_class_method = inspect.ismethod(found) and inspect.isclass(found.__self__)
+    is_plain_function = inspect.isfunction(found) and "." not in found.__qualname__.replace(
+        "<locals>.", ""
+    )
+    if not (inspect.isclass(found) or is_class_method or is_plain_function):
+        raise _refused(path, key, "is neither a class, a function nor a class method")
+    home = getattr(found, "__module__", None) or ""
+    if not allow.may_define(home):
+        raise _refused(path, key, f"was defined in {home or 'an unknown module'}")
+    if is_class_method and not allow.may_define(found.__self__.__module__):
+        raise _refused(path, key, f"belongs to {found.__self__.__module__}")
+
+
+def node_problems(
+    tree: Mapping[str, Any], key: str, *, positional: int = 0, supplied: Collection[str] = ()
+) -> list[str]:
+    """Compare a component node's argument names with the component's signature.
+
+    Nothing is called. Nested components are compared too.
+
+    Args:
+        tree: The resolved node as plain containers.
+        key: The config key of the node, for messages.
+        positional: How many positional arguments the recipe gives.
+        supplied: The keyword arguments that the recipe gives.
+
+    Returns:
+        The problems found, one line each.
+    """
+    path = tree.get(COMPONENT)
+    if not isinstance(path, str):
+        return [f"{key}: has no {COMPONENT}, the dotted path of what to build"]
+    try:
+        component = get_component(path, _join(key, COMPONENT))
+    except ConfigError as error:
+        return error.problems
+    names = [name for name in tree if name != COMPONENT]
+    problems = _signature_problems(component, path, key, names, positional, supplied)
+    for name in names:
+        if name in _RUNS_DOWNLOADED_CODE and tree[name] and not allow.allowed_by_user(path):
+            problems.append(
+                f"{_join(key, name)}: running code that comes with a download is refused;"
+                f" {allow.ALLOW_VARIABLE}={path.partition('.')[0]} in the environment allows it"
+            )
+        problems += _nested_problems(tree[name], _join(key, name))
+    return problems
+
+
+def _nested_problems(value: Any, key: str) -> list[str]:
+    if isinstance(value, dict):
+        if COMPONENT in value:
+            return node_problems(value, key)
+        return [p for k, v in value.items() for p in _nested_problems(v, _join(key, str(k)))]
+    if isinstance(value, list):
+        return [p for i, v in enumerate(value) for p in _nested_problems(v, f"{key}.{i}")]
+    return []
+
+
+def _signature_problems(
+    component: Callable[..., Any],
+    path: str,
+    key: str,
+    names: Sequence[str],
+    positional: int,
+    supplied: Collection[str],
+) -> list[str]:
+    try:
+        parameters = list(inspect.signature(component).parameters.values())
+    except (TypeError, ValueError):
+        return []  # a callable written in C that does not tell its signature
+    kinds = inspect.Parameter
+    by_position = [
+        p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    taken = {p.name for p in by_position[:positional]}
+    by_name = {
+        p.name
+        for p in parameters
+        if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY) and p.name not in taken
+    }
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
+    problems = []
+    for name in names:
+        if name in taken:
+            problems.append(
+                f"{_join(key, name)}: is given by the recipe; remove it from the config"
+            )
+        elif name not in by_name and not takes_any:
+            takes = ", ".join(sorted(by_name - set(supplied))) or "none"
+            problems.append(
+                f"{_join(key, name)}: {path} has no argument {name!r}"
+                f"{did_you_mean(name, by_name)} (it takes {takes})"
+            )
+    for name in supplied:
+        if name not in by_name and not takes_any:
+            problems.append(f"{key}: {path} does not take {name!r}, which the recipe gives it")
+    given = taken | set(names) | set(supplied)
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is kinds.empty
+        and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        and p.name not in given
+    ]
+    if missing:
+        problems.append(f"{key}: {path} needs {', '.join(missing)}")
+    return problems
+
+
+def value_problems(
+    node: DictConfig | ListConfig | Mapping[str, Any] | str,
+    key: str,
+    *,
+    positional: int = 0,
+    supplied: Collection[str] = (),
+) -> list[str]:
+    """As :func:`node_problems`, for a config value: a node, a list of nodes, or a dotted path."""
+    if isinstance(node, str):
+        try:
+            get_component(node, key)
+        except ConfigError as error:
+            return error.problems
+        return []
+    tree = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    if isinstance(tree, list):
+        return [
+            problem
+            for i, item in enumerate(tree)
+            for problem in node_problems(
+                item, f"{key}.{i}", positional=positional, supplied=supplied
+            )
+        ]
+    assert isinstance(tree, Mapping)
+    return node_problems(tree, key, positional=positional, supplied=supplied)  # type: ignore[arg-type]

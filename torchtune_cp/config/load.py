@@ -1,0 +1,127 @@
+"""A YAML file and command-line overrides to one OmegaConf config."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchtune_cp.config.locate import find_config
+from torchtune_cp.config.overrides import apply_overrides, none_to_null, parse_overrides
+from torchtune_cp.errors import ConfigError
+
+_NO_FILE = "give a config: --config FILE_OR_NAME (tune ls lists the shipped ones)"
+
+# The last part of a key that names a secret. Special tokens of a tokenizer are no secrets.
+_SECRET = re.compile(
+    r"(^|_)(token|api_?key|secret|secret_key|password|passwd|credentials?|access_key|private_key)$"
+)
+_SPECIAL_TOKEN = re.compile(r"^(bos|eos|pad|unk|mask|sep|cls|image|additional_special)_token$")
+MASK = "********"
+
+
+def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DictConfig:
+    """Read a config and apply command-line overrides.
+
+    Interpolations (``${output_dir}/logs``) stay unresolved until a value is read, so that an
+    override of ``output_dir`` reaches them.
+
+    Args:
+        source: A YAML file, or the name of a shipped config (``llama3/8B_full``).
+        overrides: ``key=value``, ``~key``, ``--key value`` tokens; see :func:`parse_overrides`.
+
+    Raises:
+        ConfigError: No such config, broken YAML, or an override that cannot be applied.
+    """
+    path = find_config(source)
+    tree = _read_yaml(path)
+    apply_overrides(tree, parse_overrides(overrides))
+    try:
+        cfg = OmegaConf.create(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: a config is a YAML mapping of keys to values, not a list")
+    bad = [key for key in loaded if not isinstance(key, str)]
+    if bad:
+        raise ConfigError(f"{path}: keys are strings, got {bad[0]!r}")
+    tree = none_to_null(loaded)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def split_argv(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take ``--config X`` (or ``--config=X``) out of a recipe's arguments.
+
+    Returns:
+        The config, None when there is none, and the other arguments in order.
+
+    Raises:
+        ConfigError: ``--config`` stands without a value, or more than once.
+    """
+    found: list[str] = []
+    rest: list[str] = []
+    queue = list(argv)
+    while queue:
+        token = queue.pop(0)
+        if token == "--config":
+            if not queue:
+                raise ConfigError(f"--config has no value: {_NO_FILE}")
+            found.append(queue.pop(0))
+        elif token.startswith("--config="):
+            found.append(token.partition("=")[2])
+        else:
+            rest.append(token)
+    if len(found) > 1:
+        raise ConfigError(f"--config stands {len(found)} times: give one ({', '.join(found)})")
+    return (found[0] if found else None), rest
+
+
+def load_argv(argv: Sequence[str]) -> DictConfig:
+    """Load the config that a recipe's command line names (``--config X key=value ...``).
+
+    Raises:
+        ConfigError: As :func:`load`, and when there is no ``--config``.
+    """
+    source, overrides = split_argv(argv)
+    if source is None:
+        raise ConfigError(_NO_FILE)
+    return load(source, overrides)
+
+
+def is_secret_key(key: str) -> bool:
+    """Say whether a config key looks as if its value were a secret."""
+    name = key.lower()
+    return _SECRET.search(name) is not None and _SPECIAL_TOKEN.match(name) is None
+
+
+def mask_secrets(value: Any) -> Any:
+    """Replace the values of keys that look like tokens, API keys or passwords, at any depth."""
+    if isinstance(value, dict):
+        return {
+            k: MASK if v and isinstance(v, str) and is_secret_key(str(k)) else mask_secrets(v)
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [mask_secrets(v) for v in value]
+    return value

@@ -1,0 +1,95 @@
+"""Where the shipped recipes and configs lie, found by path: there is no registry to keep.
+
+In a checkout they stand at the top (``recipes/``, ``configs/``); in a wheel they stand inside the
+package (``_recipes``, ``_configs``), because a top-level ``recipes`` module would clash with others.
+"""
+
+import os
+from pathlib import Path
+
+from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def _shipped_dir(name: str) -> Path:
+    packaged = _PACKAGE / f"_{name}"
+    return packaged if packaged.is_dir() else _PACKAGE.parent / name
+
+
+def recipes_dir() -> Path:
+    """Return the folder of the shipped recipes (``NAME.py``)."""
+    return _shipped_dir("recipes")
+
+
+def configs_dir() -> Path:
+    """Return the folder of the shipped configs (``FAMILY/NAME.yaml``)."""
+    return _shipped_dir("configs")
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the shipped recipes, sorted."""
+    return sorted(p.stem for p in recipes_dir().glob("*.py") if not p.stem.startswith("_"))
+
+
+def config_names() -> list[str]:
+    """Return the names of the shipped configs (``llama3/8B_full``), sorted."""
+    root = configs_dir()
+    return sorted(p.relative_to(root).with_suffix("").as_posix() for p in root.rglob("*.yaml"))
+
+
+def shipped_config(name: str) -> Path | None:
+    """Return the path of the shipped config called ``name``, or None."""
+    return configs_dir() / f"{name}.yaml" if name in config_names() else None
+
+
+def shipped_recipe(name: str) -> Path | None:
+    """Return the path of the shipped recipe called ``name``, or None."""
+    return recipes_dir() / f"{name}.py" if name in recipe_names() else None
+
+
+def find_config(name: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a config given as a file path or as a shipped name.
+
+    A file wins over a shipped config of the same name, and relative paths are taken from the
+    current directory.
+
+    Raises:
+        ConfigError: Neither a file nor a shipped config has this name.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.resolve()
+    text = os.fspath(name)
+    shipped = shipped_config(text)
+    if shipped is not None:
+        return shipped
+    if path.suffix in _YAML_SUFFIXES:
+        raise ConfigError(f"config file {text!r} does not exist (looked in {Path.cwd()})")
+    raise ConfigError(
+        f"no config file or shipped config is called {text!r}{did_you_mean(text, config_names())}"
+        " (tune ls lists the shipped ones)"
+    )
+
+
+def find_recipe(name: str) -> Path:
+    """Return the absolute path of a recipe given as a shipped name or as a path to a Python file.
+
+    Raises:
+        ConfigError: Neither a shipped recipe nor a file has this name.
+    """
+    shipped = shipped_recipe(name)
+    if shipped is not None:
+        return shipped
+    path = Path(name).expanduser()
+    for candidate in (path, path.with_name(path.name + ".py")):
+        if candidate.is_file():
+            return candidate.resolve()
+    if path.suffix == ".py":
+        raise ConfigError(f"recipe file {name!r} does not exist (looked in {Path.cwd()})")
+    raise ConfigError(
+        f"no recipe or Python file is called {name!r}{did_you_mean(name, recipe_names())}"
+        f" (shipped recipes: {', '.join(recipe_names()) or 'none'})"
+    )

@@ -1,0 +1,414 @@
+"""The typed config of each recipe: every key, its type, its range and its default.
+
+A config is checked as a whole and all problems are reported at once. What a dataclass field cannot
+say (ranges, choices, what the recipe gives to a component) stands in the field's metadata.
+"""
+
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.config.instantiate import value_problems
+from torchtune_cp.config.load import mask_secrets
+from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
+from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a key's type does not say.
+
+    Attributes:
+        low: The smallest value allowed.
+        above: A bound that the value must exceed.
+        also: Values allowed besides the range (-1 for "infer").
+        choices: The only values allowed; strings match in any case.
+        spellings: Other spellings of a value, and what they stand for.
+        positional: How many positional arguments the recipe gives to this component.
+        supplied: The keyword arguments that the recipe gives to this component.
+    """
+
+    low: int | None = None
+    above: float | None = None
+    also: tuple[Any, ...] = ()
+    choices: tuple[str, ...] | None = None
+    spellings: tuple[tuple[str, Any], ...] = ()
+    positional: int = 0
+    supplied: tuple[str, ...] = ()
+
+
+_AtLeastOne = Rule(low=1)
+_OtherDtypeNames = (
+    ("float32", "fp32"),
+    ("torch.float32", "fp32"),
+    ("bfloat16", "bf16"),
+    ("torch.bfloat16", "bf16"),
+)
+
+
+def _default_loss() -> DictConfig:
+    return OmegaConf.create({COMPONENT: "torchtune_cp.training.loss.LinearCrossEntropyLoss"})
+
+
+@dataclass(kw_only=True)
+class FullFinetuneConfig:
+    """Config of ``full_finetune_distributed``; the keys are torchtune's.
+
+    Components stay config nodes (``{_component_: dotted.path, ...}``) that the recipe instantiates.
+    """
+
+    # What is trained, on what, and where it is written
+    output_dir: str
+    model: DictConfig
+    tokenizer: DictConfig
+    checkpointer: DictConfig
+    dataset: Annotated[DictConfig | ListConfig, Rule(positional=1)]
+    dataset_val: Annotated[DictConfig | ListConfig | None, Rule(positional=1)] = None
+    collate_fn: DictConfig | str = "torchtune_cp.data.collate"
+    seed: Annotated[int | None, Rule(low=0)] = 0
+    shuffle: bool = True
+
+    # The length of the run
+    batch_size: Annotated[int, _AtLeastOne] = 1
+    batch_size_val: Annotated[int | None, _AtLeastOne] = None
+    epochs: Annotated[int, _AtLeastOne] = 1
+    max_steps_per_epoch: Annotated[int | None, _AtLeastOne] = None
+    gradient_accumulation_steps: Annotated[int, _AtLeastOne] = 1
+    run_val_every_n_steps: Annotated[int | None, _AtLeastOne] = None
+
+    # Optimisation
+    optimizer: Annotated[DictConfig, Rule(positional=1)]
+    optimizer_in_bwd: bool = False
+    lr_scheduler: Annotated[
+        DictConfig | None, Rule(positional=1, supplied=("num_training_steps",))
+    ] = None
+    loss: DictConfig = field(default_factory=_default_loss)
+    clip_grad_norm: Annotated[float | None, Rule(above=0, spellings=(("inf", float("inf")),))] = (
+        None
+    )
+
+    # Device, precision, compilation
+    device: Annotated[str, Rule(choices=("cuda", "cpu"))] = "cuda"
+    dtype: Annotated[str, Rule(choices=("bf16", "fp32"), spellings=_OtherDtypeNames)] = "bf16"
+    compile: bool | DictConfig = False
+    enable_fp8_training: bool = False
+    fp8_recipe_name: Annotated[
+        str | None, Rule(choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+    ] = None
+
+    # The mesh
+    context_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    context_parallel_rotate_method: Annotated[str, Rule(choices=("allgather", "alltoall"))] = (
+        "allgather"
+    )
+    context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
+    tensor_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    tensor_parallel_plan: DictConfig | None = None
+    data_parallel_shard_dim: Annotated[int, Rule(low=1, also=(-1,))] = -1
+    data_parallel_replicate_dim: Annotated[int, _AtLeastOne] = 1
+
+    # Sharding and memory
+    fsdp_cpu_offload: bool = False
+    fsdp_reshard_after_forward: bool = True
+    custom_sharded_layers: list[str] | None = None
+    enable_activation_checkpointing: bool = False
+    enable_activation_offloading: bool = False
+    ac_mode: Annotated[str | None, Rule(choices=("none", "full", "selective"))] = None
+    ac_option: Annotated[int | str | None, _AtLeastOne] = None
+
+    # Checkpoints
+    resume_from_checkpoint: bool = False
+    save_every_n_steps: Annotated[int | None, _AtLeastOne] = None
+    enable_async_checkpointing: bool = False
+
+    # What the run tells
+    metric_logger: DictConfig | None = None
+    log_every_n_steps: Annotated[int, _AtLeastOne] = 1
+    log_peak_memory_stats: bool = False
+    log_level: Annotated[
+        str,
+        Rule(choices=("DEBUG", "INFO", "WARNING", "ERROR"), spellings=(("WARN", "WARNING"),)),
+    ] = "INFO"
+    profiler: DictConfig | None = None
+
+
+# Keys of older torchtune configs that name nothing here, with the values that ask for nothing.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "cudnn_deterministic_mode": (None,),
+    "memory_efficient_fsdp_wrap": (False, True),
+}
+
+# Mapping-valued keys that need not be components.
+_COMPILE_PARTS = ("model", "loss", "optimizer_step", "scale_grads")
+_PROFILER = "torchtune_cp.training.profiler.setup_torch_profiler"
+
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
+
+
+def validate(
+    cfg: DictConfig,
+    schema: type[FullFinetuneConfig] = FullFinetuneConfig,
+    world_size: int | None = None,
+) -> list[str]:
+    """Return every problem of a config, one line each; an empty list when it can be run.
+
+    Args:
+        cfg: The config, interpolations unresolved.
+        schema: The recipe's config class.
+        world_size: The number of processes of the run, None while it is not known.
+    """
+    return _check(cfg, schema, world_size)[1]
+
+
+def to_typed(
+    cfg: DictConfig,
+    schema: type[FullFinetuneConfig] = FullFinetuneConfig,
+    world_size: int | None = None,
+) -> FullFinetuneConfig:
+    """Turn a config into the recipe's typed one: resolved, checked, defaults filled in.
+
+    ``batch_size_val`` becomes ``batch_size`` where it is not given.
+
+    Raises:
+        ConfigError: With every problem found.
+    """
+    values, problems = _check(cfg, schema, world_size)
+    if problems:
+        raise ConfigError(problems)
+    # One root, so that each component node knows its key for messages.
+    root = OmegaConf.create({k: v for k, v in values.items() if isinstance(v, (dict, list))})
+    typed = schema(**{k: root[k] if isinstance(v, dict) else v for k, v in values.items()})
+    for name in ("dataset", "dataset_val"):
+        if isinstance(values[name], list):
+            setattr(typed, name, root[name])
+    if typed.batch_size_val is None:
+        typed.batch_size_val = typed.batch_size
+    return typed
+
+
+def component_problems(cfg: FullFinetuneConfig) -> list[str]:
+    """Compare every component's argument names with its signature; nothing is built.
+
+    Args:
+        cfg: The typed config.
+
+    Returns:
+        One line a problem: paths that do not exist or are refused, unknown arguments with the
+        nearest name, missing ones.
+    """
+    problems = []
+    for key in _keys(type(cfg)):
+        value = getattr(cfg, key.name)
+        if key.name == "collate_fn":
+            # Called by the loader with the samples, not built by the recipe.
+            problems += value_problems(value, key.name, positional=1)
+        elif OmegaConf.is_config(value) and key.name != "compile":
+            problems += value_problems(
+                value, key.name, positional=key.rule.positional, supplied=key.rule.supplied
+            )
+    return problems
+
+
+def resolved_yaml(cfg: FullFinetuneConfig | DictConfig) -> str:
+    """Return the whole config as YAML, resolved, the values of secret-looking keys masked.
+
+    Loading it gives the same run again.
+    """
+    if isinstance(cfg, DictConfig):
+        tree = OmegaConf.to_container(cfg, resolve=True)
+    else:
+        tree = {}
+        for spec in fields(cfg):
+            value = getattr(cfg, spec.name)
+            is_node = OmegaConf.is_config(value)
+            tree[spec.name] = OmegaConf.to_container(value, resolve=True) if is_node else value
+    return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(tree)))
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One key of a schema: its name, the types it accepts, its rule, its default if it has one."""
+
+    name: str
+    accepted: tuple[Any, ...]
+    rule: Rule
+    required: bool
+    default: Any
+
+
+def _keys(schema: type[FullFinetuneConfig]) -> Iterator[_Key]:
+    hints = get_type_hints(schema, include_extras=True)
+    for spec in fields(schema):
+        hint, rule = hints[spec.name], Rule()
+        if get_origin(hint) is Annotated:
+            hint, rule = get_args(hint)
+        default = spec.default
+        if spec.default_factory is not MISSING:
+            default = _plain(spec.default_factory())
+        yield _Key(spec.name, _accepted(hint), rule, default is MISSING, default)
+
+
+def _check(
+    cfg: DictConfig, schema: type[FullFinetuneConfig], world_size: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the resolved values with defaults (those without a problem) and all problems."""
+    keys = list(_keys(schema))
+    problems = list(_unknown_keys(cfg, [key.name for key in keys]))
+    values: dict[str, Any] = {}
+    for key in keys:
+        if key.name not in cfg:
+            if key.required:
+                problems.append(f"{key.name}: is missing")
+            else:
+                values[key.name] = key.default
+            continue
+        try:
+            value = _plain(cfg._get_node(key.name))
+        except OmegaConfBaseException as error:
+            problems.append(_resolution_problem(key.name, error, cfg))
+            continue
+        checked, found = _checked(key.name, value, key.accepted, key.rule)
+        problems += found
+        if not found:
+            values[key.name] = checked
+    problems += combination_problems(values, world_size)
+    return values, problems
+
+
+def _plain(node: Any) -> Any:
+    if OmegaConf.is_config(node):
+        if node._is_interpolation() or node._is_missing() or node._is_none():
+            node = node._dereference_node()
+            return None if node is None or node._is_none() else _plain(node)
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    if hasattr(node, "_dereference_node"):
+        if node._is_missing():
+            raise OmegaConfBaseException("??? stands where a value is needed")
+        target = node._dereference_node()
+        return _plain(target) if OmegaConf.is_config(target) else target._value()
+    return node
+
+
+def _resolution_problem(name: str, error: OmegaConfBaseException, cfg: DictConfig) -> str:
+    first_line = str(error).splitlines()[0]
+    missing = re.search(r"Interpolation key '([^']+)'", first_line)
+    hint = did_you_mean(missing.group(1), [str(k) for k in cfg]) if missing else ""
+    where = getattr(error, "full_key", None) or name
+    return f"{where}: {first_line}{hint}"
+
+
+def _unknown_keys(cfg: DictConfig, known: list[str]) -> Iterator[str]:
+    referenced = set(_references(OmegaConf.to_container(cfg, resolve=False)))
+    for key in map(str, cfg):
+        if key in known or key in referenced:
+            continue  # a key that ${key} refers to is the user's own variable
+        if key in _WITHOUT_EFFECT:
+            value = cfg._get_node(key)
+            if _plain(value) in _WITHOUT_EFFECT[key]:
+                continue
+            off = " or ".join(map(repr, _WITHOUT_EFFECT[key]))
+            yield f"{key}: {_plain(value)!r} has no equivalent here; remove it or set it to {off}"
+            continue
+        yield f"{key}: unknown key{did_you_mean(key, known)}"
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for child in value.values():
+            yield from _references(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _references(child)
+    elif isinstance(value, str):
+        yield from _REFERENCE.findall(value)
+
+
+def _accepted(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(get_origin(h) or h for h in get_args(hint))
+    return (get_origin(hint) or hint,)
+
+
+_SAID = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list of strings",
+    DictConfig: f"a component {{{COMPONENT}: dotted.path, ...}}",
+    ListConfig: "a list of components",
+    type(None): "null",
+}
+
+
+def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tuple[Any, list[str]]:
+    """Return the value in its final spelling, and its problems."""
+    if isinstance(value, str):
+        same = {choice.lower(): choice for choice in rule.choices or ()}
+        same |= {spelling.lower(): meaning for spelling, meaning in rule.spellings}
+        value = same.get(value.lower(), value)
+    if DictConfig in accepted and str not in accepted and is_dotted_path(value):
+        value = {COMPONENT: value}
+    if name == "profiler" and isinstance(value, dict):
+        value = {COMPONENT: _PROFILER, **value}
+    if isinstance(value, int) and not isinstance(value, bool) and int not in accepted:
+        value = float(value) if float in accepted else value
+    if not _fits(value, accepted):
+        said = " or ".join(_SAID[kind] for kind in accepted)
+        return value, [f"{name}: expected {said}, got {value!r}"]
+    if isinstance(value, dict):
+        return value, _mapping_problems(name, value)
+    if isinstance(value, list) and list not in accepted:
+        return value, [
+            p
+            for i, item in enumerate(value)
+            for p in _checked(f"{name}.{i}", item, (DictConfig,), Rule())[1]
+        ] or ([f"{name}: the list is empty"] if not value else [])
+    return value, _range_problems(name, value, rule)
+
+
+def _fits(value: Any, accepted: tuple[Any, ...]) -> bool:
+    if isinstance(value, dict):
+        return DictConfig in accepted
+    if isinstance(value, list):
+        if list in accepted:
+            return all(isinstance(item, str) for item in value)
+        return ListConfig in accepted
+    # bool is an int for Python, not for a user: type() tells them apart.
+    return type(value) in accepted
+
+
+def _mapping_problems(name: str, value: dict[Any, Any]) -> list[str]:
+    if name == "compile":
+        return [
+            f"compile.{key}: unknown key{did_you_mean(str(key), _COMPILE_PARTS)}"
+            f" (allowed: {', '.join(_COMPILE_PARTS)})"
+            if key not in _COMPILE_PARTS
+            else f"compile.{key}: expected true or false, got {part!r}"
+            for key, part in value.items()
+            if key not in _COMPILE_PARTS or not isinstance(part, bool)
+        ]
+    if not isinstance(value.get(COMPONENT), str):
+        return [f"{name}: has no {COMPONENT}, the dotted path of what to build"]
+    return []
+
+
+def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:
+    if value is None:
+        return []
+    if rule.choices is not None and value not in rule.choices:
+        return [f"{name}: expected one of {', '.join(rule.choices)}, got {value!r}"]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in rule.also:
+        also = "".join(f" or {other}" for other in rule.also)
+        if rule.low is not None and value < rule.low:
+            return [f"{name}: must be at least {rule.low}{also}, got {value}"]
+        if rule.above is not None and not value > rule.above:
+            return [f"{name}: must be greater than {rule.above}{also}, got {value}"]
+    return []

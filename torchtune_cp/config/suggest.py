@@ -1,0 +1,16 @@
+"""The nearest valid name to a misspelt one, said the same way everywhere."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that looks most like ``name``, or None when nothing comes near."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"``, or an empty string when nothing comes near."""
+    match = nearest(name, candidates)
+    return f"; did you mean {match}?" if match else ""

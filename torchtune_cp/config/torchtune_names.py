@@ -1,0 +1,184 @@
+"""torchtune's public component names and what stands for each of them here.
+
+One explicit table: a name in it resolves to this project's equivalent, every other ``torchtune.``
+name is refused with what to use instead. torchtune itself is never imported.
+"""
+
+from torchtune_cp.config.suggest import nearest
+from torchtune_cp.errors import ConfigError
+
+# Names that are called the same in both projects: torchtune module -> (our module, names).
+_SAME_NAME: dict[str, tuple[str, tuple[str, ...]]] = {
+    "torchtune.models.llama2": (
+        "torchtune_cp.models.llama2",
+        ("llama2", "llama2_7b", "llama2_13b", "llama2_70b"),
+    ),
+    "torchtune.models.llama3": (
+        "torchtune_cp.models.llama3",
+        ("llama3", "llama3_8b", "llama3_70b"),
+    ),
+    "torchtune.models.llama3_1": (
+        "torchtune_cp.models.llama3_1",
+        ("llama3_1", "llama3_1_8b", "llama3_1_70b", "llama3_1_405b"),
+    ),
+    "torchtune.models.llama3_2": (
+        "torchtune_cp.models.llama3_2",
+        ("llama3_2", "llama3_2_1b", "llama3_2_3b"),
+    ),
+    "torchtune.models.llama3_3": ("torchtune_cp.models.llama3_3", ("llama3_3_70b",)),
+    "torchtune.models.mistral": ("torchtune_cp.models.mistral", ("mistral", "mistral_7b")),
+    "torchtune.models.qwen2_5": (
+        "torchtune_cp.models.qwen2_5",
+        (
+            "qwen2_5_0_5b",
+            "qwen2_5_1_5b_base",
+            "qwen2_5_1_5b_instruct",
+            "qwen2_5_3b",
+            "qwen2_5_7b_base",
+            "qwen2_5_7b_instruct",
+            "qwen2_5_14b_base",
+            "qwen2_5_14b_instruct",
+            "qwen2_5_32b_base",
+            "qwen2_5_32b_instruct",
+            "qwen2_5_72b_base",
+            "qwen2_5_72b_instruct",
+        ),
+    ),
+    "torchtune.models.qwen3": (
+        "torchtune_cp.models.qwen3",
+        (
+            "qwen3_0_6b_base",
+            "qwen3_0_6b_instruct",
+            "qwen3_1_7b_base",
+            "qwen3_1_7b_instruct",
+            "qwen3_4b_base",
+            "qwen3_4b_instruct",
+            "qwen3_8b_base",
+            "qwen3_8b_instruct",
+            "qwen3_14b_base",
+            "qwen3_14b_instruct",
+            "qwen3_32b",
+        ),
+    ),
+    "torchtune.datasets": (
+        "torchtune_cp.datasets",
+        (
+            "alpaca_cleaned_dataset",
+            "alpaca_dataset",
+            "chat_dataset",
+            "instruct_dataset",
+            "text_completion_dataset",
+        ),
+    ),
+    "torchtune.training": (
+        "torchtune_cp.checkpointing",
+        ("FullModelHFCheckpointer",),
+    ),
+    "torchtune.training.checkpointing": (
+        "torchtune_cp.checkpointing",
+        ("FullModelHFCheckpointer",),
+    ),
+    "torchtune.training.lr_schedulers": (
+        "torchtune_cp.training.lr_schedulers",
+        ("get_cosine_schedule_with_warmup",),
+    ),
+    "torchtune.training.metric_logging": (
+        "torchtune_cp.metrics",
+        ("DiskLogger", "StdoutLogger", "TensorBoardLogger", "WandBLogger"),
+    ),
+}
+
+_RENAMED: dict[str, str] = {
+    # torchtune has one tokenizer class a model; here all of them read the folder's tokenizer.json.
+    "torchtune.models.llama2.llama2_tokenizer": "torchtune_cp.data.llama2_tokenizer",
+    "torchtune.models.llama3.llama3_tokenizer": "torchtune_cp.data.llama3_tokenizer",
+    "torchtune.models.mistral.mistral_tokenizer": "torchtune_cp.data.mistral_tokenizer",
+    "torchtune.models.qwen2_5.qwen2_5_tokenizer": "torchtune_cp.data.qwen2_5_tokenizer",
+    "torchtune.models.qwen3.qwen3_tokenizer": "torchtune_cp.data.qwen3_tokenizer",
+    "torchtune.data.padded_collate_sft": "torchtune_cp.data.collate",
+    "torchtune.modules.loss.CEWithChunkedOutputLoss": (
+        "torchtune_cp.training.loss.LinearCrossEntropyLoss"
+    ),
+    "torchtune.modules.loss.LinearCrossEntropyLoss": (
+        "torchtune_cp.training.loss.LinearCrossEntropyLoss"
+    ),
+    "torchtune.training.get_cosine_schedule_with_warmup": (
+        "torchtune_cp.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    ),
+    "torchtune.training.setup_torch_profiler": (
+        "torchtune_cp.training.profiler.setup_torch_profiler"
+    ),
+}
+
+ALIASES: dict[str, str] = {
+    **{
+        f"{theirs}.{name}": f"{ours}.{name}"
+        for theirs, (ours, names) in _SAME_NAME.items()
+        for name in names
+    },
+    **_RENAMED,
+}
+
+_USE_AUTO_MODEL = (
+    "torchtune_cp.models.auto_model with checkpoint_dir builds the model that a Hugging Face"
+    " folder's config.json describes"
+)
+_USE_HF_CHECKPOINTER = (
+    "use torchtune.training.FullModelHFCheckpointer with a folder in Hugging Face format"
+    " (config.json and *.safetensors)"
+)
+_ONLY_FULL = "only full fine-tuning is available: use the builder without LoRA"
+_OTHER_LOGGERS = "use WandBLogger, TensorBoardLogger, DiskLogger or StdoutLogger"
+
+# What to say about names without an equivalent: the first fragment found in the name decides.
+_INSTEAD: tuple[tuple[str, str], ...] = (
+    (".lora_", _ONLY_FULL),
+    (".qlora_", _ONLY_FULL),
+    (".dora_", _ONLY_FULL),
+    ("torchtune.modules.peft.", _ONLY_FULL),
+    ("FullModelMetaCheckpointer", _USE_HF_CHECKPOINTER),
+    ("FullModelTorchTuneCheckpointer", _USE_HF_CHECKPOINTER),
+    ("CometLogger", _OTHER_LOGGERS),
+    ("MLFlowLogger", _OTHER_LOGGERS),
+    ("torchtune.training.quantization.", "quantisation is not available"),
+    ("torchtune.rlhf.", "only supervised fine-tuning is available"),
+    ("vision", "only text models are available"),
+    ("torchtune.datasets.multimodal.", "only text datasets are available"),
+    (
+        "torchtune.datasets.",
+        "use text_completion_dataset, chat_dataset or instruct_dataset with source=...",
+    ),
+    ("KLLoss", "use torchtune.modules.loss.LinearCrossEntropyLoss"),
+    ("KLWithChunkedOutputLoss", "use torchtune.modules.loss.LinearCrossEntropyLoss"),
+    ("torchtune.data.padded_collate", "use torchtune.data.padded_collate_sft"),
+    ("_tp_plan", "tensor parallelism is not available in this version"),
+    (".tp_plan", "tensor parallelism is not available in this version"),
+)
+
+
+def is_torchtune_name(path: str) -> bool:
+    """Say whether a component path belongs to torchtune (``torchtune.x.y``)."""
+    return path == "torchtune" or path.startswith("torchtune.")
+
+
+def resolve(path: str) -> str:
+    """Return this project's dotted path for a component path; other packages' paths are unchanged.
+
+    Raises:
+        ConfigError: A ``torchtune.`` name without an equivalent; the message says what to use.
+    """
+    if not is_torchtune_name(path) or path in ALIASES:
+        return ALIASES.get(path, path)
+    raise ConfigError(f"{path} has no equivalent in torchtune_cp{_what_to_use(path)}")
+
+
+def _what_to_use(path: str) -> str:
+    for fragment, instead in _INSTEAD:
+        if fragment in path:
+            return f": {instead}"
+    close = nearest(path, ALIASES)
+    if close is not None and close.rpartition(".")[0] == path.rpartition(".")[0]:
+        return f"; did you mean {close}?"
+    if path.startswith("torchtune.models."):
+        return f": {_USE_AUTO_MODEL}"
+    return f"; did you mean {close}?" if close else ""
