@@ -11,6 +11,7 @@ from torchtune_cp.config.locate import find_config, find_recipe
 from torchtune_cp.config.schema import (
     FullFinetuneConfig,
     component_problems,
+    resolved_dict,
     resolved_yaml,
     to_typed,
     validate,
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "load_argv",
     "parse",
+    "resolved_dict",
     "resolved_yaml",
     "to_typed",
     "validate",

@@ -1,7 +1,6 @@
 """A YAML file and command-line overrides to one OmegaConf config."""
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,6 @@ from torchtune_cp.config.overrides import apply_overrides, none_to_null, parse_o
 from torchtune_cp.errors import ConfigError
 
 _NO_FILE = "give a config: --config FILE_OR_NAME (tune ls lists the shipped ones)"
-
-# The last part of a key that names a secret. Special tokens of a tokenizer are no secrets.
-_SECRET = re.compile(
-    r"(^|_)(token|api_?key|secret|secret_key|password|passwd|credentials?|access_key|private_key)$"
-)
-_SPECIAL_TOKEN = re.compile(r"^(bos|eos|pad|unk|mask|sep|cls|image|additional_special)_token$")
-MASK = "********"
 
 
 def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DictConfig:
@@ -107,21 +99,3 @@ def load_argv(argv: Sequence[str]) -> DictConfig:
     if source is None:
         raise ConfigError(_NO_FILE)
     return load(source, overrides)
-
-
-def is_secret_key(key: str) -> bool:
-    """Say whether a config key looks as if its value were a secret."""
-    name = key.lower()
-    return _SECRET.search(name) is not None and _SPECIAL_TOKEN.match(name) is None
-
-
-def mask_secrets(value: Any) -> Any:
-    """Replace the values of keys that look like tokens, API keys or passwords, at any depth."""
-    if isinstance(value, dict):
-        return {
-            k: MASK if v and isinstance(v, str) and is_secret_key(str(k)) else mask_secrets(v)
-            for k, v in value.items()
-        }
-    if isinstance(value, list):
-        return [mask_secrets(v) for v in value]
-    return value

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.config.instantiate import value_problems
-from torchtune_cp.config.load import mask_secrets
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
+from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -216,20 +216,19 @@ def component_problems(cfg: FullFinetuneConfig) -> list[str]:
     return problems
 
 
-def resolved_yaml(cfg: FullFinetuneConfig | DictConfig) -> str:
-    """Return the whole config as YAML, resolved, the values of secret-looking keys masked.
-
-    Loading it gives the same run again.
-    """
+def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
+    """Return the whole config as plain containers, resolved, without its secrets: what is logged."""
     if isinstance(cfg, DictConfig):
-        tree = OmegaConf.to_container(cfg, resolve=True)
+        tree = mask_secrets(cfg)
     else:
-        tree = {}
-        for spec in fields(cfg):
-            value = getattr(cfg, spec.name)
-            is_node = OmegaConf.is_config(value)
-            tree[spec.name] = OmegaConf.to_container(value, resolve=True) if is_node else value
-    return OmegaConf.to_yaml(OmegaConf.create(mask_secrets(tree)))
+        tree = mask_secrets({spec.name: getattr(cfg, spec.name) for spec in fields(cfg)})
+    assert isinstance(tree, dict)
+    return tree
+
+
+def resolved_yaml(cfg: FullFinetuneConfig | DictConfig) -> str:
+    """Return :func:`resolved_dict` as YAML; loading it gives the same run again."""
+    return OmegaConf.to_yaml(OmegaConf.create(resolved_dict(cfg)))
 
 
 @dataclass(frozen=True)
