@@ -1,0 +1,24 @@
+"""Decoder-only language models from one set of blocks.
+
+A family has a module here (`llama3`, `qwen3`, ...) whose builders are named as torchtune names them;
+`auto_model` builds what a Hugging Face folder's `config.json` describes.
+"""
+
+from torchtune_cp.models.auto import auto_model, hf_config, model_from_hf_config
+from torchtune_cp.models.config import DecoderConfig, RopeScaling
+from torchtune_cp.models.hf_names import to_hf_name
+from torchtune_cp.models.init import init_tensor_
+from torchtune_cp.models.transformer import TiedOutput, TransformerDecoder, TransformerLayer
+
+__all__ = [
+    "DecoderConfig",
+    "RopeScaling",
+    "TiedOutput",
+    "TransformerDecoder",
+    "TransformerLayer",
+    "auto_model",
+    "hf_config",
+    "init_tensor_",
+    "model_from_hf_config",
+    "to_hf_name",
+]

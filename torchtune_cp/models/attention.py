@@ -1,0 +1,60 @@
+"""Causal self-attention with grouped queries.
+
+Models know nothing of meshes: attention is one call of `F.scaled_dot_product_attention`, looked up
+on `torch.nn.functional` at every call, which the `context_parallel` context manager re-routes.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtune_cp.models.config import DecoderConfig
+from torchtune_cp.models.norm import RMSNorm
+from torchtune_cp.models.rope import rotate
+
+
+class MultiHeadAttention(nn.Module):
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245) with rotary positions.
+
+    Args:
+        config: The model's sizes.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_dim = config.num_heads * config.head_dim
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.embed_dim, query_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.embed_dim, kv_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.embed_dim, kv_dim, bias=config.qkv_bias)
+        self.output_proj = nn.Linear(query_dim, config.embed_dim, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend to this and all earlier tokens of the sequence.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+            rope: Cosine and sine from `rotary_cos_sin`.
+
+        Returns:
+            `[batch, seq, embed_dim]`.
+        """
+        batch, seq, _ = x.shape
+        # -1 for the heads: under tensor parallelism a projection yields this rank's heads only.
+        q = self.q_proj(x).view(batch, seq, -1, self.head_dim)
+        k = self.k_proj(x).view(batch, seq, -1, self.head_dim)
+        v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+
+        # [batch, heads, seq, head_dim] views. Keys and values keep their own few heads, so that
+        # context parallelism moves only those.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        output: Tensor = self.output_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
+        return output

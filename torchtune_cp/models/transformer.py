@@ -1,0 +1,136 @@
+"""The decoder that every family here is built from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtune_cp.errors import UserError
+from torchtune_cp.models.attention import MultiHeadAttention
+from torchtune_cp.models.config import DecoderConfig
+from torchtune_cp.models.mlp import FeedForward
+from torchtune_cp.models.norm import RMSNorm
+from torchtune_cp.models.rope import rotary_cos_sin
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each after an RMS norm and added to the residual stream.
+
+    Args:
+        config: The model's sizes.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.sa_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.attn = MultiHeadAttention(config)
+        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.mlp = FeedForward(config.embed_dim, config.intermediate_dim, config.mlp_bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+            rope: Cosine and sine from `rotary_cos_sin`.
+
+        Returns:
+            `[batch, seq, embed_dim]`.
+        """
+        x = x + self.attn(self.sa_norm(x), rope)
+        hidden: Tensor = x + self.mlp(self.mlp_norm(x))
+        return hidden
+
+
+class TiedOutput(nn.Module):
+    """An output projection that uses the embedding's weight and has no parameter of its own.
+
+    Args:
+        tok_embeddings: The embedding whose weight is used, as it stands at each call: sharding
+            replaces the parameter object.
+    """
+
+    def __init__(self, tok_embeddings: nn.Embedding) -> None:
+        super().__init__()
+        # In a tuple, so that the embedding is not registered as a child a second time.
+        self._tied_to = (tok_embeddings,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding's weight, `[vocab, embed_dim]`."""
+        return self._tied_to[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project to the vocabulary.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+
+        Returns:
+            Logits, `[batch, seq, vocab]`.
+        """
+        return F.linear(x, self.weight)
+
+
+class TransformerDecoder(nn.Module):
+    """A causal language model; has parameters only, no buffers.
+
+    Args:
+        config: Sizes and switches.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.output: nn.Linear | TiedOutput = (
+            TiedOutput(self.tok_embeddings)
+            if config.tie_word_embeddings
+            else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        input_pos: Tensor | None = None,
+        *,
+        output_fn: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """Run the model.
+
+        Args:
+            tokens: Token ids, `[batch, seq]`, int64.
+            input_pos: Position of each token in its document, `[batch, seq]`, int64; None means 0 to
+                seq - 1. Under context parallelism each rank gives the true positions of its tokens.
+            output_fn: Called with the hidden states after the last norm, `[batch, seq, embed_dim]`,
+                and the output weight, `[vocab, embed_dim]`, in place of the output projection: a
+                chunked loss goes here and the whole logits never exist. It runs inside forward, while
+                a sharded output weight is gathered.
+
+        Returns:
+            Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
+
+        Raises:
+            UserError: If the sequence is longer than the sliding window of the pretrained model.
+        """
+        window = self.config.sliding_window
+        if window is not None and tokens.shape[1] > window:
+            raise UserError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's sliding_window "
+                f"of {window}, and attention here is full; set the tokenizer's max_seq_len to "
+                f"{window} or less"
+            )
+        hidden = self.tok_embeddings(tokens)
+        if input_pos is None:
+            input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        rope = rotary_cos_sin(self.config, input_pos, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rope)
+        hidden = self.norm(hidden)
+        if output_fn is not None:
+            return output_fn(hidden, self.output.weight)
+        return self.output(hidden)
