@@ -94,7 +94,7 @@ def test_bf16_error_is_no_larger_than_that_of_transformers(pair):
 
 @pytest.mark.parametrize("pair", ["llama3_1"], indirect=True)
 def test_rope_scaling_matters(pair, tmp_path):
-    reference, ours = pair
+    _, ours = pair
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000.0}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -11,8 +11,8 @@ from torchtune_cp.errors import ConfigError, UserError
 from torchtune_cp.models import RopeScaling, TiedOutput, TransformerDecoder, init_tensor_
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.llama3 import llama3
-from torchtune_cp.models.mlp import scale_hidden_dim_for_mlp
 from torchtune_cp.models.mistral import mistral
+from torchtune_cp.models.mlp import scale_hidden_dim_for_mlp
 
 _SMALL = {
     "vocab_size": 64,
