@@ -1,0 +1,41 @@
+"""From text to batches: tokenizers, chat messages, collation, and the data loader."""
+
+from torchtune_cp.data.byte_tokenizer import byte_tokenizer
+from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX, collate, padded_collate_sft
+from torchtune_cp.data.family_tokenizers import (
+    llama2_tokenizer,
+    llama3_tokenizer,
+    mistral_tokenizer,
+    qwen2_5_tokenizer,
+    qwen3_tokenizer,
+)
+from torchtune_cp.data.loader import TokenDataLoader, build_dataloader
+from torchtune_cp.data.messages import (
+    MaskingStrategy,
+    Message,
+    mask_messages,
+    parse_conversation,
+)
+from torchtune_cp.data.sampler import GlobalBatchSampler
+from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer
+
+__all__ = [
+    "CROSS_ENTROPY_IGNORE_IDX",
+    "GlobalBatchSampler",
+    "HFTokenizer",
+    "MaskingStrategy",
+    "Message",
+    "TokenDataLoader",
+    "build_dataloader",
+    "byte_tokenizer",
+    "collate",
+    "hf_tokenizer",
+    "llama2_tokenizer",
+    "llama3_tokenizer",
+    "mask_messages",
+    "mistral_tokenizer",
+    "padded_collate_sft",
+    "parse_conversation",
+    "qwen2_5_tokenizer",
+    "qwen3_tokenizer",
+]

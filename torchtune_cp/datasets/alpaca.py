@@ -1,0 +1,120 @@
+"""Alpaca-style instruction data: instruction, optional input, output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.chat import MessagesReader
+from torchtune_cp.datasets.instruct import resolve_columns
+from torchtune_cp.datasets.sft import (
+    EmptyRow,
+    SFTDataset,
+    dataset_from_source,
+    refuse_packed,
+    require_text,
+)
+
+# The prompts of the Stanford Alpaca project (github.com/tatsu-lab/stanford_alpaca), which models
+# trained on such data expect word for word.
+PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+PROMPT_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+class AlpacaColumns:
+    """Reads a user turn (the Alpaca prompt) and an assistant turn from a row."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        """Keep the names of the columns "instruction", "input" (may be missing) and "output"."""
+        self._columns = columns
+
+    def __call__(self, row: Mapping[str, Any]) -> list[Message]:
+        """The row's two messages; the input column may be missing, null or blank."""
+        instruction = require_text(
+            row, self._columns["instruction"], "dataset.column_map.instruction"
+        )
+        answer = require_text(row, self._columns["output"], "dataset.column_map.output")
+        if not instruction.strip() or not answer.strip():
+            raise EmptyRow
+        column = self._columns.get("input")
+        given = ""
+        if column is not None and row.get(column) is not None:
+            given = require_text(row, column, "dataset.column_map.input")
+        template = PROMPT_WITH_INPUT if given.strip() else PROMPT_WITHOUT_INPUT
+        prompt = template.format(instruction=instruction, input=given)
+        return [Message("user", prompt), Message("assistant", answer)]
+
+
+def alpaca_dataset(
+    tokenizer: HFTokenizer,
+    *,
+    source: str = "tatsu-lab/alpaca",
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: str | None = None,
+    packed: bool = False,
+    split: str = "train",
+    max_seq_len: int | None = None,
+    overlong: str = "truncate",
+    on_bad_row: str = "error",
+    max_rows: int | None = None,
+    **load_dataset_kwargs: Any,
+) -> SFTDataset:
+    """Alpaca-style data; by default the original data set from the hub.
+
+    Args:
+        tokenizer: With a chat template.
+        source: A hub data set's name, or "json", "csv" or "parquet" with `data_files`.
+        column_map: Columns of "instruction", "output" and optionally "input", when named otherwise.
+            Rows with a blank instruction or output are skipped and counted.
+        train_on_input: True (or nothing given, as in torchtune) trains on the prompt as well; False
+            on the answer.
+        masking_strategy: The same choice by name; see `chat_dataset`.
+        packed: torchtune's packing; only False at present.
+        split: Part of the data, such as "train" or "train[:95%]".
+        max_seq_len: The longest sample in tokens; None = the tokenizer's.
+        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        on_bad_row: "error" or "skip", for rows with a missing, null or wrongly typed field.
+        max_rows: Read only the first so many rows.
+        **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
+
+    Raises:
+        UserError: When the data cannot be read, a row is malformed, or there is no chat template.
+    """
+    refuse_packed(packed)
+    columns = resolve_columns(
+        column_map,
+        {"instruction": "instruction", "input": "input", "output": "output"},
+        required=("instruction", "output"),
+    )
+    strategy = resolve_masking_strategy(
+        masking_strategy, train_on_input, MaskingStrategy.TRAIN_ON_ALL
+    )
+    reader = MessagesReader(tokenizer, AlpacaColumns(columns), strategy, None)
+    return dataset_from_source(
+        reader,
+        tokenizer,
+        source=source,
+        split=split,
+        max_rows=max_rows,
+        max_seq_len=max_seq_len,
+        overlong=overlong,
+        on_bad_row=on_bad_row,
+        load_dataset_kwargs=load_dataset_kwargs,
+    )
+
+
+def alpaca_cleaned_dataset(
+    tokenizer: HFTokenizer, *, source: str = "yahma/alpaca-cleaned", **kwargs: Any
+) -> SFTDataset:
+    """`alpaca_dataset` on the cleaned version of the data; takes the same arguments."""
+    return alpaca_dataset(tokenizer, source=source, **kwargs)

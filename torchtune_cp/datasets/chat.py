@@ -1,0 +1,160 @@
+"""Multi-turn conversations, with the turns to train on chosen by role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX
+from torchtune_cp.data.messages import (
+    CONVERSATION_STYLES,
+    MaskingStrategy,
+    Message,
+    mask_messages,
+    parse_conversation,
+    resolve_masking_strategy,
+    with_system_prompt,
+)
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.sft import (
+    EmptyRow,
+    SFTDataset,
+    dataset_from_source,
+    refuse_packed,
+    require_column,
+)
+from torchtune_cp.errors import UserError
+
+ToMessages = Callable[[Mapping[str, Any]], list[Message]]
+"""Makes a conversation of a row; raises EmptyRow, or UserError for a malformed row."""
+
+
+class MessagesReader:
+    """Reads a row as a conversation; labels are -100 on every token that is not trained on."""
+
+    def __init__(
+        self,
+        tokenizer: HFTokenizer,
+        to_messages: ToMessages,
+        strategy: MaskingStrategy,
+        new_system_prompt: str | None,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            tokenizer: With a chat template.
+            to_messages: Makes a conversation of a row.
+            strategy: Which turns are trained on.
+            new_system_prompt: Replaces the data's system turns.
+        """
+        # Renders nothing, but raises the error about a missing template before any row is read.
+        tokenizer.require_chat_template()
+        self._tokenizer = tokenizer
+        self._to_messages = to_messages
+        self._strategy = strategy
+        self._new_system_prompt = new_system_prompt
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """See `RowReader`."""
+        self._to_messages(row)
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """See `RowReader`."""
+        messages = with_system_prompt(self._to_messages(row), self._new_system_prompt)
+        tokens, mask = self._tokenizer.tokenize_messages(mask_messages(messages, self._strategy))
+        labels = [
+            CROSS_ENTROPY_IGNORE_IDX if masked else token
+            for token, masked in zip(tokens, mask, strict=True)
+        ]
+        return tokens, labels
+
+
+class ConversationColumn:
+    """Reads the conversation of a row from one column."""
+
+    def __init__(self, column: str, style: str) -> None:
+        """Keep the settings; see `chat_dataset`."""
+        self._column = column
+        self._style = style
+
+    def __call__(self, row: Mapping[str, Any]) -> list[Message]:
+        """The row's messages."""
+        turns = require_column(row, self._column, "dataset.conversation_column")
+        try:
+            messages = parse_conversation(turns, self._style)
+        except UserError as error:
+            raise UserError(f"column {self._column!r}: {error}") from error
+        if not any(message.content.strip() for message in messages):
+            raise EmptyRow
+        return messages
+
+
+def chat_dataset(
+    tokenizer: HFTokenizer,
+    *,
+    source: str,
+    conversation_column: str,
+    conversation_style: str,
+    train_on_input: bool | None = None,
+    masking_strategy: str | None = None,
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+    split: str = "train",
+    max_seq_len: int | None = None,
+    overlong: str = "truncate",
+    on_bad_row: str = "error",
+    max_rows: int | None = None,
+    **load_dataset_kwargs: Any,
+) -> SFTDataset:
+    """Conversations of one or more turns, written out by the tokenizer's chat template.
+
+    Of a turn that is trained on, its content and its end-of-turn token are; never its header. See
+    `HFTokenizer.tokenize_messages`.
+
+    Args:
+        tokenizer: With a chat template.
+        source: "json" or "parquet" with `data_files`, or a hub data set's name.
+        conversation_column: The column with the list of turns.
+        conversation_style: "openai" (`role`, `content`) or "sharegpt" (`from`, `value`).
+        train_on_input: True trains on all turns but system turns; False (or nothing given) on the
+            assistant's.
+        masking_strategy: The same choice by name: "train_on_all", "train_on_assistant", or
+            "train_on_last" (only the assistant's last turn).
+        new_system_prompt: A system turn put first, in place of any the data has.
+        packed: torchtune's packing; only False at present.
+        split: Part of the data, such as "train" or "train[:95%]".
+        max_seq_len: The longest sample in tokens; None = the tokenizer's.
+        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        on_bad_row: "error" or "skip", for malformed conversations and those the template refuses.
+        max_rows: Read only the first so many rows.
+        **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
+
+    Raises:
+        UserError: When the data cannot be read, a row is malformed, or there is no chat template.
+    """
+    refuse_packed(packed)
+    if conversation_style not in CONVERSATION_STYLES:
+        raise UserError(
+            f"dataset.conversation_style={conversation_style!r} is not known; allowed: "
+            f"{', '.join(CONVERSATION_STYLES)}"
+        )
+    strategy = resolve_masking_strategy(
+        masking_strategy, train_on_input, MaskingStrategy.TRAIN_ON_ASSISTANT
+    )
+    reader = MessagesReader(
+        tokenizer,
+        ConversationColumn(conversation_column, conversation_style),
+        strategy,
+        new_system_prompt,
+    )
+    return dataset_from_source(
+        reader,
+        tokenizer,
+        source=source,
+        split=split,
+        max_rows=max_rows,
+        max_seq_len=max_seq_len,
+        overlong=overlong,
+        on_bad_row=on_bad_row,
+        load_dataset_kwargs=load_dataset_kwargs,
+    )

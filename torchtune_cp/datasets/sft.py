@@ -1,0 +1,362 @@
+"""The one dataset class behind all factories: rows -> token lists, with a policy for bad and long rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
+BAD_ROW_POLICIES = ("error", "skip")
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class EmptyRow(Exception):
+    """The row is well-formed but has no text; it is skipped and counted."""
+
+
+class RowReader(Protocol):
+    """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it."""
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Look at the row without tokenising it; raises EmptyRow when there is nothing in it."""
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on."""
+
+
+@dataclass
+class DatasetStats:
+    """What became of the rows.
+
+    Attributes:
+        rows: Rows looked at.
+        samples: Samples that the dataset gives.
+        empty_skipped: Rows without text, skipped.
+        bad_skipped: Malformed rows, skipped under `on_bad_row: skip`.
+        short_skipped: Rows of fewer tokens than `min_tokens`, skipped.
+        truncated: Rows cut to `max_seq_len`. Cutting happens when a sample is read, so these are the
+            rows cut so far in this process; `SFTDataset.count_overlong` tells them all.
+        dropped: Rows longer than `max_seq_len`, left out under `overlong: drop`.
+        split: Rows longer than `max_seq_len`, made into several samples under `overlong: split`.
+        blank_lines: Blank lines in JSON lines files; they are no rows, and row numbers in messages
+            do not count them.
+    """
+
+    rows: int = 0
+    samples: int = 0
+    empty_skipped: int = 0
+    bad_skipped: int = 0
+    short_skipped: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+    blank_lines: int = 0
+
+
+class SFTDataset(Dataset):
+    """A map-style dataset of `{"tokens", "labels"}`, both lists of int of the same length.
+
+    All rows are checked when the dataset is made, so that a malformed row shows before training
+    starts, not hours into it. Rows are tokenised when they are read, except where the number of
+    samples depends on their lengths (`overlong` "split", "drop" or "error" with a `max_seq_len`,
+    `min_tokens`, or `on_bad_row: skip`): then they are tokenised once, at the start, and kept in
+    memory at 8 bytes a token at most.
+
+    Over-long rows (more than `max_seq_len` tokens):
+        truncate: the first `max_seq_len` tokens are kept (no end-of-text token is put at the cut: the
+            text does not end there);
+        split: pieces of `max_seq_len` tokens and a last one with the rest, in order (121 tokens at
+            60 give 60 + 60 + 1);
+        drop: left out;
+        error: refused, naming the row.
+
+    Attributes:
+        stats: See `DatasetStats`.
+        max_seq_len: The length limit, or None.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        reader: RowReader,
+        *,
+        max_seq_len: int | None = None,
+        overlong: str = "truncate",
+        on_bad_row: str = "error",
+        min_tokens: int = 0,
+        max_rows_used: int | None = None,
+        name: str = "the dataset",
+        blank_lines: int = 0,
+    ) -> None:
+        """Check the rows and lay out the samples.
+
+        Args:
+            rows: The data.
+            reader: How to make tokens of a row.
+            max_seq_len: The longest sample, in tokens; None = no limit.
+            overlong: "truncate", "split", "drop" or "error".
+            on_bad_row: "error" or "skip", for rows with a missing, null or wrongly typed field.
+            min_tokens: Rows with fewer tokens are skipped.
+            max_rows_used: Stop after so many rows that gave samples.
+            name: What messages call the data.
+            blank_lines: Lines of the source that gave no row, for `stats`.
+
+        Raises:
+            UserError: For an unknown policy; for a malformed or over-long row under "error", naming
+                the row and what is wrong with it; when no row is left.
+        """
+        if overlong not in OVERLONG_POLICIES:
+            raise UserError(
+                f"dataset.overlong={overlong!r} is not known; allowed: {', '.join(OVERLONG_POLICIES)}"
+            )
+        if on_bad_row not in BAD_ROW_POLICIES:
+            raise UserError(
+                f"dataset.on_bad_row={on_bad_row!r} is not known; allowed: "
+                f"{', '.join(BAD_ROW_POLICIES)}"
+            )
+        if max_seq_len is not None and max_seq_len < 1:
+            raise UserError(f"dataset.max_seq_len must be 1 or more, not {max_seq_len}")
+        self._rows = rows
+        self._reader = reader
+        self.max_seq_len = max_seq_len
+        self._overlong = overlong
+        self._on_bad_row = on_bad_row
+        self._min_tokens = min_tokens
+        self._name = name
+        self._truncated_rows: set[int] = set()
+        self._stats = DatasetStats(blank_lines=blank_lines)
+        self._first_bad = ""
+        # One entry a sample: its row, and where in the row's tokens it begins.
+        self._sample_row: list[int] = []
+        self._sample_start: list[int] = []
+        self._kept: dict[int, tuple[IntArray, IntArray]] = {}
+        self._eager = (
+            (max_seq_len is not None and overlong != "truncate")
+            or on_bad_row == "skip"
+            or min_tokens > 0
+        )
+        self._lay_out(max_rows_used)
+
+    def _lay_out(self, max_rows_used: int | None) -> None:
+        used = 0
+        # Tables iterate far faster than they index. What cannot iterate (files) may fail at one row
+        # and still give the next.
+        in_order = iter(self._rows) if isinstance(self._rows, Iterable) else None
+        for index in range(len(self._rows)):
+            if max_rows_used is not None and used >= max_rows_used:
+                break
+            self._stats.rows += 1
+            starts = self._starts(index, in_order)
+            self._sample_row.extend([index] * len(starts))
+            self._sample_start.extend(starts)
+            used += bool(starts)
+        self._stats.samples = len(self._sample_row)
+        if not self._sample_row:
+            raise UserError(f"no samples in {self._name}: {self.describe_stats()}{self._first_bad}")
+
+    def _starts(self, index: int, in_order: Iterator[Mapping[str, Any]] | None) -> list[int]:
+        """Where the samples of a row begin in its tokens; [] when the row is skipped."""
+        try:
+            row = self._rows[index] if in_order is None else next(in_order)
+            self._reader.check(row)
+            if not self._eager:
+                return [0]
+            tokens, labels = self._reader.tokenize(row)
+        except EmptyRow:
+            self._stats.empty_skipped += 1
+            return []
+        except UserError as error:
+            if self._on_bad_row == "skip":
+                self._stats.bad_skipped += 1
+                if self._stats.bad_skipped == 1:
+                    self._first_bad = f"; the first malformed one: {self._place(index)}: {error}"
+                logger.info("skipped %s: %s", self._place(index), error)
+                return []
+            raise UserError(
+                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
+            ) from error
+        length = len(tokens)
+        if length < self._min_tokens:
+            self._stats.short_skipped += 1
+            return []
+        starts = [0]
+        if self.max_seq_len is not None and length > self.max_seq_len:
+            if self._overlong == "error":
+                raise UserError(
+                    f"{self._place(index)} has {length} tokens, more than max_seq_len "
+                    f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
+                )
+            if self._overlong == "drop":
+                self._stats.dropped += 1
+                return []
+            if self._overlong == "split":
+                self._stats.split += 1
+                starts = list(range(0, length, self.max_seq_len))
+        token_array = np.asarray(tokens, dtype=np.int32)
+        same = labels == tokens
+        self._kept[index] = (
+            token_array,
+            token_array if same else np.asarray(labels, dtype=np.int32),
+        )
+        return starts
+
+    def _place(self, index: int) -> str:
+        name_of = getattr(self._rows, "name_of", None)
+        if name_of is not None:
+            return f"file {name_of(index)}"
+        return f"row {index} of {self._name}"
+
+    @property
+    def stats(self) -> DatasetStats:
+        """What became of the rows; `truncated` counts those read so far in this process."""
+        self._stats.truncated = len(self._truncated_rows)
+        return self._stats
+
+    def describe_stats(self) -> str:
+        """The counts in words, those that are zero left out."""
+        stats = self.stats
+        parts = [f"{stats.rows} rows", f"{stats.samples} samples"]
+        for label, count in (
+            ("empty rows skipped", stats.empty_skipped),
+            ("malformed rows skipped", stats.bad_skipped),
+            ("short rows skipped", stats.short_skipped),
+            ("rows truncated", stats.truncated),
+            ("over-long rows dropped", stats.dropped),
+            ("over-long rows split", stats.split),
+            ("blank lines", stats.blank_lines),
+        ):
+            if count:
+                parts.append(f"{count} {label}")
+        return ", ".join(parts)
+
+    def count_overlong(self) -> int:
+        """Number of rows with samples that are longer than `max_seq_len`; tokenises all of them."""
+        if self.max_seq_len is None:
+            return 0
+        return sum(len(self._tokenized(row)[0]) > self.max_seq_len for row in set(self._sample_row))
+
+    def _tokenized(self, index: int) -> tuple[list[int], list[int]]:
+        if index in self._kept:
+            tokens, labels = self._kept[index]
+            return tokens.tolist(), labels.tolist()
+        try:
+            return self._reader.tokenize(self._rows[index])
+        except UserError as error:
+            raise UserError(
+                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
+            ) from error
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._sample_row)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        """Sample `index`: "tokens" and "labels" (not shifted; -100 = not trained on).
+
+        Raises:
+            UserError: When the row cannot be tokenised, naming it.
+        """
+        row, start = self._sample_row[index], self._sample_start[index]
+        if row in self._kept:
+            tokens, labels = self._kept[row]
+            stop = None if self.max_seq_len is None else start + self.max_seq_len
+            if stop is not None and self._overlong == "truncate" and len(tokens) > stop:
+                self._note_truncated(row, len(tokens))
+            return {"tokens": tokens[start:stop].tolist(), "labels": labels[start:stop].tolist()}
+        token_list, label_list = self._tokenized(row)
+        if self.max_seq_len is not None and len(token_list) > self.max_seq_len:
+            self._note_truncated(row, len(token_list))
+        limit = self.max_seq_len
+        return {"tokens": token_list[:limit], "labels": label_list[:limit]}
+
+    def _note_truncated(self, row: int, length: int) -> None:
+        if not self._truncated_rows:
+            logger.warning(
+                "%s has %d tokens and is cut to max_seq_len %d; further rows are cut without a "
+                "warning (overlong: split, drop or error handle them otherwise)",
+                self._place(row),
+                length,
+                self.max_seq_len,
+            )
+        self._truncated_rows.add(row)
+
+
+def dataset_from_source(
+    reader: RowReader,
+    tokenizer: HFTokenizer,
+    *,
+    source: str,
+    split: str,
+    max_rows: int | None,
+    max_seq_len: int | None,
+    overlong: str,
+    on_bad_row: str,
+    load_dataset_kwargs: Mapping[str, Any],
+) -> SFTDataset:
+    """Load the rows of a source and make a dataset of them; see `load_rows` and `SFTDataset`."""
+    rows = load_rows(source, split=split, max_rows=max_rows, **load_dataset_kwargs)
+    return SFTDataset(
+        rows,
+        reader,
+        max_seq_len=sequence_limit(max_seq_len, tokenizer),
+        overlong=overlong,
+        on_bad_row=on_bad_row,
+        name=describe_source(source, load_dataset_kwargs),
+        blank_lines=count_blank_lines(source, load_dataset_kwargs.get("data_files")),
+    )
+
+
+def sequence_limit(max_seq_len: int | None, tokenizer: HFTokenizer) -> int | None:
+    """The dataset's own `max_seq_len`, or else the tokenizer's."""
+    return tokenizer.max_seq_len if max_seq_len is None else max_seq_len
+
+
+def refuse_packed(packed: bool) -> None:
+    """Stop a config that asks for packing.
+
+    Raises:
+        UserError: When `packed` is true.
+    """
+    if packed:
+        raise UserError(
+            "dataset.packed=true is not available yet: packing needs document masks under context "
+            "parallelism, a later milestone; set packed: false"
+        )
+
+
+def require_text(row: Mapping[str, Any], column: str, key: str) -> str:
+    """The string in a column of a row.
+
+    Args:
+        row: The row.
+        column: The column's name in the data.
+        key: The config key that chooses the column, for the message.
+
+    Raises:
+        UserError: When the column is missing, null or not a string.
+    """
+    value = require_column(row, column, key)
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise UserError(f"column {column!r} is {kind}, it must be a string")
+    return value
+
+
+def require_column(row: Mapping[str, Any], column: str, key: str) -> Any:
+    """The value in a column of a row; UserError naming the columns there are when it is missing."""
+    if column not in row:
+        columns = ", ".join(map(str, row)) or "none"
+        raise UserError(f"no column {column!r}; columns: {columns} (choose with {key})")
+    return row[column]

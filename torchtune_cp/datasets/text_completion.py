@@ -1,0 +1,83 @@
+"""Plain text for continued pretraining: every token is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.sft import (
+    EmptyRow,
+    SFTDataset,
+    dataset_from_source,
+    refuse_packed,
+    require_text,
+)
+
+
+class TextReader:
+    """Reads a row's text column; labels are the tokens themselves."""
+
+    def __init__(self, tokenizer: HFTokenizer, column: str, add_eos: bool) -> None:
+        """Keep the settings; see `text_completion_dataset`."""
+        self._tokenizer = tokenizer
+        self._column = column
+        self._add_eos = add_eos
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """See `RowReader`."""
+        if not require_text(row, self._column, "dataset.column").strip():
+            raise EmptyRow
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """See `RowReader`."""
+        tokens = self._tokenizer.encode(row[self._column], add_bos=True, add_eos=self._add_eos)
+        return tokens, list(tokens)
+
+
+def text_completion_dataset(
+    tokenizer: HFTokenizer,
+    source: str,
+    column: str = "text",
+    add_eos: bool = True,
+    packed: bool = False,
+    split_across_pack: bool = True,
+    split: str = "train",
+    *,
+    max_seq_len: int | None = None,
+    overlong: str = "truncate",
+    on_bad_row: str = "error",
+    max_rows: int | None = None,
+    **load_dataset_kwargs: Any,
+) -> SFTDataset:
+    """Rows of plain text, each a document of its own.
+
+    Args:
+        tokenizer: Turns text into tokens.
+        source: "json", "text", "csv" or "parquet" with `data_files`, or a hub data set's name.
+        column: Where the text is. Rows whose text is empty or blank are skipped and counted.
+        add_eos: End each document with the end-of-text token.
+        packed: torchtune's packing; only False at present.
+        split_across_pack: torchtune's; says how packing cuts, so without packing it does nothing.
+        split: Part of the data, such as "train" or "train[:95%]".
+        max_seq_len: The longest sample in tokens; None = the tokenizer's.
+        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        on_bad_row: "error" or "skip", for rows whose text is missing, null or not a string.
+        max_rows: Read only the first so many rows.
+        **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
+
+    Raises:
+        UserError: When the data cannot be read or a row is malformed.
+    """
+    refuse_packed(packed)
+    return dataset_from_source(
+        TextReader(tokenizer, column, add_eos),
+        tokenizer,
+        source=source,
+        split=split,
+        max_rows=max_rows,
+        max_seq_len=max_seq_len,
+        overlong=overlong,
+        on_bad_row=on_bad_row,
+        load_dataset_kwargs=load_dataset_kwargs,
+    )

@@ -1,0 +1,114 @@
+"""Files of a folder, each one document: long texts from any source tree or collection of books."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.sft import SFTDataset, refuse_packed, sequence_limit
+from torchtune_cp.datasets.text_completion import TextReader
+from torchtune_cp.errors import UserError
+
+
+class FileRows:
+    """Files as rows with one column, "text"; a file is read when its row is."""
+
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        """Keep the paths, which lie below `root`."""
+        self._root = root
+        self._files = list(files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> Mapping[str, str]:
+        """The file's text; UserError when it is not UTF-8."""
+        try:
+            return {"text": self._files[index].read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+    def name_of(self, index: int) -> str:
+        """The file's path below the folder, for messages."""
+        return self._files[index].relative_to(self._root).as_posix()
+
+
+def text_folder_dataset(
+    tokenizer: HFTokenizer,
+    path: str | None = None,
+    glob: str | Sequence[str] = "*.py",
+    max_seq_len: int | None = None,
+    split: str = "train",
+    *,
+    overlong: str = "split",
+    add_eos: bool = True,
+    min_tokens: int = 0,
+    max_files: int | None = None,
+    on_bad_row: str = "error",
+    packed: bool = False,
+) -> SFTDataset:
+    """Every file of a folder as one document; needs no network and no download.
+
+    Files come in the order of their paths below the folder, the same on every machine.
+
+    Args:
+        tokenizer: Turns text into tokens.
+        path: The folder; None = the running Python's standard library.
+        glob: Which files: a pattern, or a list of patterns or file names, below the folder
+            ("**/*.py" looks into sub-folders).
+        max_seq_len: The longest sample in tokens; None = the tokenizer's.
+        split: Part of the files, in the notation of the `datasets` library: "train", "train[:90%]",
+            "train[90%:]", "train[5:]". A folder has only the split "train".
+        overlong: What to do with longer files: "split" (into consecutive samples, the default: files
+            are long), "truncate", "drop" or "error"; see `SFTDataset`.
+        add_eos: End each document with the end-of-text token.
+        min_tokens: Leave out files with fewer tokens.
+        max_files: Use only the first so many files (of those that are long enough).
+        on_bad_row: "error" or "skip", for files that are not UTF-8 text.
+        packed: Only False at present.
+
+    Raises:
+        UserError: When the folder does not exist, no file matches, or a file cannot be read.
+    """
+    refuse_packed(packed)
+    root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
+    if not root.is_dir():
+        raise UserError(f"dataset.path={str(path)!r} is not a folder")
+    if max_files is not None and max_files < 1:
+        raise UserError(f"dataset.max_files must be 1 or more, not {max_files}")
+    patterns = [glob] if isinstance(glob, str) else list(glob)
+    files: set[Path] = set()
+    for pattern in patterns:
+        found = [file for file in root.glob(pattern) if file.is_file()]
+        if not found:
+            raise UserError(f"dataset.glob: no file in {root} matches {pattern!r}")
+        files.update(found)
+    ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
+    rows = FileRows(root, _select(ordered, split))
+    return SFTDataset(
+        rows,
+        TextReader(tokenizer, "text", add_eos),
+        max_seq_len=sequence_limit(max_seq_len, tokenizer),
+        overlong=overlong,
+        on_bad_row=on_bad_row,
+        min_tokens=min_tokens,
+        max_rows_used=max_files,
+        name=str(root),
+    )
+
+
+def _select(files: list[Path], split: str) -> list[Path]:
+    if split == "train":
+        return files
+    from datasets import ReadInstruction
+
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({"train": len(files)})
+    except (ValueError, AssertionError, AttributeError) as error:
+        raise UserError(
+            f"dataset.split={split!r} cannot be used: {error}; a folder has the split 'train', "
+            "parts of it are written 'train[:90%]' or 'train[5:]'"
+        ) from error
+    return [file for part in parts for file in files[part.from_ : part.to]]
