@@ -1,0 +1,75 @@
+"""What every metric logger can do, and the keys that belong to another logger."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.errors import UserError
+
+Scalar = torch.Tensor | int | float
+
+# `metric_logger=WandBLogger` on the command line replaces the component and keeps its other
+# sub-keys, so every logger meets keys of the others; a misspelt key belongs to none.
+_KEYS = {
+    "log_dir",
+    "filename",
+    "organize_logs",
+    "project",
+    "entity",
+    "group",
+    "name",
+    "dir",
+    "mode",
+    "tags",
+    "notes",
+    "job_type",
+    "id",
+    "resume",
+}
+
+
+class MetricLogger(Protocol):
+    """Takes scalars step by step. Made on rank 0 only."""
+
+    def log(self, name: str, data: Scalar, step: int) -> None:  # pragma: no cover - protocol
+        """Record one value."""
+        ...
+
+    def log_dict(
+        self, payload: Mapping[str, Scalar], step: int
+    ) -> None:  # pragma: no cover - protocol
+        """Record several values of one step."""
+        ...
+
+    def log_config(self, config: Any) -> None:  # pragma: no cover - protocol
+        """Record the run's config (secrets masked)."""
+        ...
+
+    def close(self) -> None:  # pragma: no cover - protocol
+        """Write out what is pending; nothing may be logged afterwards."""
+        ...
+
+
+def to_number(value: Scalar) -> int | float:
+    """Turn a one-element tensor or a number into a Python number."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def refuse_unknown_keys(logger: str, keys: Mapping[str, object], own: set[str]) -> None:
+    """Let pass what another logger takes, refuse the rest with the nearest name.
+
+    Args:
+        logger: The logger's class name.
+        keys: Keys that the logger does not take.
+        own: Keys that it takes.
+
+    Raises:
+        UserError: A key belongs to no logger.
+    """
+    for key in keys:
+        if key not in _KEYS:
+            names = sorted(own | _KEYS)
+            hint = did_you_mean(key, names) or f"; known are {', '.join(names)}"
+            raise UserError(f"metric_logger.{key} is not a key of {logger}{hint}")

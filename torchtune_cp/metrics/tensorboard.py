@@ -1,0 +1,69 @@
+"""Writes TensorBoard event files."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.secrets import mask_secrets
+
+
+class TensorBoardLogger:
+    """Writes scalars to TensorBoard; look at them with ``tensorboard --logdir <log_dir>``.
+
+    Attributes:
+        log_dir: The folder that holds this run's event file.
+    """
+
+    def __init__(self, log_dir: str | Path, organize_logs: bool = True, **other: object) -> None:
+        """Open the event file.
+
+        Args:
+            log_dir: Folder, made if needed.
+            organize_logs: Give each run a folder of its own below ``log_dir``, so that TensorBoard
+                shows runs side by side.
+            **other: Keys of other loggers are let pass.
+
+        Raises:
+            UserError: tensorboard is not installed, a key is unknown, or the folder cannot be written.
+        """
+        refuse_unknown_keys("TensorBoardLogger", other, {"log_dir", "organize_logs"})
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "metric_logger: TensorBoardLogger needs the package tensorboard: pip install "
+                "tensorboard (or choose StdoutLogger)"
+            ) from error
+        folder = Path(log_dir).expanduser()
+        self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
+        try:
+            self._writer = SummaryWriter(log_dir=str(self.log_dir))
+        except OSError as error:
+            raise UserError(
+                f"metric_logger.log_dir: cannot write to {self.log_dir}: {error}"
+            ) from error
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Write one value."""
+        self._writer.add_scalar(name, to_number(data), global_step=step, new_style=True)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Write the values of one step."""
+        for name, data in payload.items():
+            self.log(name, data, step)
+
+    def log_config(self, config: Any) -> None:
+        """Show the resolved config, secrets masked, in TensorBoard's text tab."""
+        text = yaml.safe_dump(mask_secrets(config), sort_keys=False)
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's code block
+        self._writer.add_text("config", indented, global_step=0)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write out and close the event file."""
+        self._writer.close()

@@ -1,0 +1,85 @@
+"""Loggers that write one line of text per step: to standard output, or to a file."""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.secrets import mask_secrets
+
+
+def _line(payload: Mapping[str, Scalar], step: int) -> str:
+    return f"Step {step} | " + " ".join(f"{name}:{to_number(v)}" for name, v in payload.items())
+
+
+class StdoutLogger:
+    """Writes ``Step 3 | loss:2.1 lr:0.0002`` to standard output."""
+
+    def __init__(self, **other: object) -> None:
+        """Take nothing; keys of other loggers are let pass."""
+        refuse_unknown_keys("StdoutLogger", other, set())
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Write one value."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Write the values of one step in a line."""
+        print(_line(payload, step), flush=True)
+
+    def log_config(self, config: Any) -> None:
+        """Do nothing: the run's ``config.yaml`` holds the config."""
+
+    def close(self) -> None:
+        """Flush standard output."""
+        sys.stdout.flush()
+
+
+class DiskLogger:
+    """Writes the same lines to a file, flushed after every step."""
+
+    def __init__(self, log_dir: str | Path, filename: str | None = None, **other: object) -> None:
+        """Open the file; an existing one is continued.
+
+        Args:
+            log_dir: Folder, made if needed.
+            filename: Default ``log_<unix time>.txt``.
+            **other: Keys of other loggers are let pass.
+
+        Raises:
+            UserError: A key is unknown, or the file cannot be written.
+        """
+        refuse_unknown_keys("DiskLogger", other, {"log_dir", "filename"})
+        self._path = Path(log_dir).expanduser() / (filename or f"log_{int(time.time())}.txt")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"metric_logger.log_dir: cannot write {self._path}: {error}") from error
+
+    def path_to_log_file(self) -> Path:
+        """Return the file's path."""
+        return self._path
+
+    def log(self, name: str, data: Scalar, step: int) -> None:
+        """Write one value."""
+        self.log_dict({name: data}, step)
+
+    def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+        """Write the values of one step in a line."""
+        self._file.write(_line(payload, step) + "\n")
+        self._file.flush()
+
+    def log_config(self, config: Any) -> None:
+        """Write the resolved config, secrets masked, beside the log as ``<log name>.config.yaml``."""
+        path = self._path.with_suffix(".config.yaml")
+        path.write_text(yaml.safe_dump(mask_secrets(config), sort_keys=False), encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
