@@ -35,8 +35,9 @@ def _worker(
         )
         result = fn(*args)
         torch.save(result, out + ".pt")
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a whole recipe closes the group itself
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - carried to the parent, whatever it is
         with open(out + ".error", "w") as f:
             f.write(traceback.format_exc())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtune_cp.config import degrees_problem
 from torchtune_cp.distributed.context_parallel.torch_private import flatten_mesh
 from torchtune_cp.errors import UserError
 
@@ -55,20 +56,12 @@ class ParallelDims:
                 f"{', '.join(problems)}: every degree of parallelism is at least 1"
                 " (data_parallel_shard_dim may be -1: what the world size leaves)"
             )
-        rest = self.dp_replicate * self.cp * self.tp
+        degrees = {_CONFIG_KEYS[name]: getattr(self, name) for name in MESH_DIM_NAMES}
+        problem = degrees_problem(degrees, self.world_size)
+        if problem is not None:
+            raise UserError(problem)
         if self.dp_shard == -1:
-            if self.world_size % rest != 0:
-                raise UserError(
-                    f"the world size of {self.world_size} cannot be divided into"
-                    f" {self.describe()}: {rest} does not divide {self.world_size}"
-                )
-            self.dp_shard = self.world_size // rest
-        if rest * self.dp_shard != self.world_size:
-            raise UserError(
-                f"{self.describe()} need {rest * self.dp_shard} processes, but the world size is"
-                f" {self.world_size}: change a degree, or start --nproc_per_node x --nnodes ="
-                f" {rest * self.dp_shard} processes"
-            )
+            self.dp_shard = self.world_size // (self.dp_replicate * self.cp * self.tp)
 
     def describe(self) -> str:
         """Name every degree by its config key."""

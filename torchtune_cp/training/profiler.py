@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,14 @@ import torch.distributed as dist
 from torchtune_cp.errors import UserError
 
 
-class DisabledProfiler(contextlib.nullcontext[None]):
+class DisabledProfiler:
     """Stands where a profiler would; does nothing."""
+
+    def __enter__(self) -> DisabledProfiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
     def step(self) -> None:
         """Do nothing at the end of a step."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
-from torchtune_cp.config import FullFinetuneConfig, instantiate
+from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
 from torchtune_cp.data import TokenDataLoader, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
 from torchtune_cp.distributed.fsdp import materialize, shard_model
@@ -189,7 +189,7 @@ def build_loader(
     """
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
-    collate = instantiate.callable(cfg.collate_fn)
+    collate = component_callable(cfg.collate_fn)
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,

@@ -1,0 +1,143 @@
+"""The shared fixture: a 2-layer llama of transformers, and samples whose labels lie unevenly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+
+VOCAB, DIM = 64, 32
+
+
+def save_llama(folder: Path, tie: bool = False) -> None:
+    """Write a random 2-layer llama (dim 32, 4 heads, 2 KV heads, vocab 64, fp32)."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # slow to import: not on the ranks
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tie,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+class Samples:
+    """A map-style dataset of given samples; what the recipe's data stage would yield."""
+
+    def __init__(self, samples: list[dict[str, list[int]]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.samples[index]
+
+
+def uneven_samples(tokenizer: Any = None) -> Samples:
+    """Six samples: lengths 1 to 128 that no mesh divides, label counts from 0 to 100.
+
+    Among them: labels at the borders of the slices only (positions 7, 8, 15 of 16 and their like), on
+    the first 10 of 128 tokens only (so that most ranks hold no label), and none at all.
+    """
+    g = torch.Generator().manual_seed(1)
+
+    def sample(length: int, labelled: list[int]) -> dict[str, list[int]]:
+        tokens = torch.randint(0, VOCAB, (length,), generator=g).tolist()
+        return {
+            "tokens": tokens,
+            "labels": [t if i in labelled else -100 for i, t in enumerate(tokens)],
+        }
+
+    return Samples(
+        [
+            sample(128, list(range(10))),
+            sample(16, [4, 8, 12]),
+            sample(101, list(range(101))),
+            sample(40, []),
+            sample(7, list(range(7))),
+            sample(1, [0]),
+        ]
+    )
+
+
+def reference_step(folder: Path, samples: Samples, lr: float) -> dict[str, Any]:
+    """One SGD step of a plain single-process loop, sample by sample, with transformers' model."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    count = sum(label != -100 for s in samples.samples for label in s["labels"][1:])
+    total = 0.0
+    for s in samples.samples:
+        tokens = torch.tensor([s["tokens"]])
+        labels = torch.tensor(s["labels"][1:], dtype=torch.int64)
+        logits = model(tokens).logits[0, :-1]
+        loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / count
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    torch.optim.SGD(model.parameters(), lr=lr).step()
+    after = {name: p.detach() for name, p in model.named_parameters()}
+    return {"loss": total, "grad_norm": norm, "tokens": count, "before": before, "after": after}
+
+
+def recipe_config(folder: Path | None, output_dir: Path, **overrides: Any) -> Any:
+    """The config of a one-step SGD run on the fixture, with ``overrides`` on top."""
+    base = {
+        "output_dir": str(output_dir),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 0,
+        "shuffle": False,
+        "epochs": 1,
+        "model": {
+            "_component_": "torchtune_cp.models.auto_model",
+            "checkpoint_dir": str(folder),
+        },
+        "checkpointer": {
+            "_component_": "torchtune_cp.checkpointing.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder),
+        },
+        "tokenizer": {"_component_": "torchtune_cp.data.byte_tokenizer"},
+        "dataset": {"_component_": "tests.distributed.fixtures.uneven_samples"},
+        "optimizer": {"_component_": "torch.optim.SGD", "lr": 1.0},
+        "loss": {
+            "_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss",
+            "num_output_chunks": 2,
+        },
+    }
+    if "_component_" in overrides.get("model", {}):
+        base["model"] = {}
+    return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
+
+
+def run_recipe(cfgs: list[Any], stores: Path) -> None:
+    """Run the recipe on this rank once per config, in a fresh process group each time."""
+    from torchtune_cp.config import to_typed
+
+    os.environ["TUNE_ALLOW_COMPONENTS"] = "tests"
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+    import full_finetune_distributed as recipe
+
+    stores.mkdir(exist_ok=True)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for i, cfg in enumerate(cfgs):
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", init_method=f"file://{stores}/store{i}", rank=rank, world_size=world
+            )
+        recipe.main.__wrapped__(to_typed(cfg))
