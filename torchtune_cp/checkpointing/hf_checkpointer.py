@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.checkpointing.agreement import Agreement
@@ -20,8 +19,10 @@ from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_fo
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.auto import hf_config
+from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.init import init_tensor_
+from torchtune_cp.models.transformer import TransformerDecoder
 
 # torchtune's model types, and what config.json calls these models.
 _MODEL_TYPES = {
@@ -59,7 +60,7 @@ class SavableTokenizer(Protocol):
         ...
 
 
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def _parameters(model: TransformerDecoder) -> dict[str, torch.Tensor]:
     """The model's parameters by their plain names; a tied one once."""
     return {
         _WRAPPER_PREFIX.sub("", name): parameter for name, parameter in model.named_parameters()
@@ -142,7 +143,7 @@ class FullModelHFCheckpointer:
         assert self.checkpoint_dir is not None
         return json.loads((self.checkpoint_dir / CONFIG_NAME).read_text(encoding="utf-8"))
 
-    def source(self, model: nn.Module, seed: int) -> WeightSource:
+    def source(self, model: TransformerDecoder, seed: int) -> WeightSource:
         """Return where the model's first weights come from.
 
         Args:
@@ -153,18 +154,17 @@ class FullModelHFCheckpointer:
             UserError: The folder's weights are not those of this model.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
-        config: Any = model.config
         if self.checkpoint_dir is None:
-            return RandomSource(seed, shapes, partial(_init, config))
+            return RandomSource(seed, shapes, partial(_init, model.config))
         self._source = HFFolderSource(
-            self.checkpoint_dir, partial(to_hf_name, config.family), self._checkpoint_files
+            self.checkpoint_dir, partial(to_hf_name, model.config.family), self._checkpoint_files
         )
         self._source.check_names(shapes)
         return self._source
 
     def save_final(
         self,
-        model: nn.Module,
+        model: TransformerDecoder,
         tokenizer: SavableTokenizer | None = None,
         *,
         folder: str | Path | None = None,
@@ -192,9 +192,8 @@ class FullModelHFCheckpointer:
             if self.output_dir is None:
                 raise UserError("checkpointer.output_dir is needed to save the model")
             folder = self.output_dir / "final"
-        model_config: Any = model.config
         named = {
-            to_hf_name(model_config.family, name): parameter
+            to_hf_name(model.config.family, name): parameter
             for name, parameter in _parameters(model).items()
         }
         save_dtype = dtype or self._saved_dtype(named)
@@ -228,9 +227,11 @@ class FullModelHFCheckpointer:
             self._source = HFFolderSource(self.checkpoint_dir, str, self._checkpoint_files)
         return self._source.dtype
 
-    def _final_config(self, model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    def _final_config(self, model: TransformerDecoder, dtype: torch.dtype) -> dict[str, Any]:
         """The source's ``config.json`` (or one made from the model) with the saved type set."""
-        config = hf_config(model) if self.checkpoint_dir is None else self._source_config()
+        if self.checkpoint_dir is None:
+            return hf_config(model, dtype)
+        config = self._source_config()
         # transformers renamed torch_dtype to dtype in 4.56; older releases know only the first.
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         for key in keys:
@@ -249,5 +250,7 @@ class FullModelHFCheckpointer:
         return list({path.name: path for path in reversed(files)}.values())
 
 
-def _init(config: Any, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _init(
+    config: DecoderConfig, name: str, tensor: torch.Tensor, generator: torch.Generator
+) -> None:
     init_tensor_(name, tensor, generator, config)

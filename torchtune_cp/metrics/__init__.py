@@ -4,7 +4,6 @@ from torchtune_cp.metrics.interface import MetricLogger
 from torchtune_cp.metrics.jsonl import METRICS_NAME, MetricsFile, read_metrics
 from torchtune_cp.metrics.memory import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.progress import Progress
-from torchtune_cp.metrics.secrets import mask_secrets
 from torchtune_cp.metrics.tensorboard import TensorBoardLogger
 from torchtune_cp.metrics.text_loggers import DiskLogger, StdoutLogger
 from torchtune_cp.metrics.throughput import StepTimer
@@ -20,7 +19,6 @@ __all__ = [
     "StepTimer",
     "TensorBoardLogger",
     "WandBLogger",
-    "mask_secrets",
     "memory_stats",
     "peak_memory_bytes",
     "read_metrics",

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
-from torchtune_cp.metrics.secrets import mask_secrets
 
 
 class TensorBoardLogger:
