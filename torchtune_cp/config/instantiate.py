@@ -153,7 +153,7 @@ def _walk(target: str, path: str, key: str) -> Any:
         if attribute is None:
             raise ConfigError(
                 f"{key}: {path!r} does not exist: {'.'.join(parts[:position])} has no"
-                f" {part!r}{did_you_mean(part, _public_names(found))}"
+                f" {part!r}{did_you_mean(part, _public_names(found, modules=not is_last))}"
             )
         if isinstance(attribute, types.ModuleType) and attribute.__name__ != ".".join(
             parts[: position + 1]
@@ -163,8 +163,13 @@ def _walk(target: str, path: str, key: str) -> Any:
     return found
 
 
-def _public_names(found: object) -> list[str]:
-    return [name for name in dir(found) if not name.startswith("_")]
+def _public_names(found: object, *, modules: bool) -> list[str]:
+    return [
+        name
+        for name in dir(found)
+        if not name.startswith("_")
+        and isinstance(getattr(found, name, None), types.ModuleType) is modules
+    ]
 
 
 def _import(name: str, path: str, key: str) -> types.ModuleType:
@@ -191,7 +196,7 @@ def _check_kind(found: Any, target: str, path: str, key: str) -> None:
     if isinstance(found, types.ModuleType):
         raise ConfigError(
             f"{key}: {path!r} is a module, not a class or function"
-            f"; it has {', '.join(_public_names(found)[:12])}"
+            f"; it has {', '.join(_public_names(found, modules=False)[:12])}"
         )
     is_class_method = inspect.ismethod(found) and inspect.isclass(found.__self__)
     is_plain_function = inspect.isfunction(found) and "." not in found.__qualname__.replace(

@@ -261,8 +261,9 @@ def _check(
     keys = list(_keys(schema))
     problems = list(_unknown_keys(cfg, [key.name for key in keys]))
     values: dict[str, Any] = {}
+    given = set(cfg.keys())  # "in cfg" would leave out keys whose value is ???
     for key in keys:
-        if key.name not in cfg:
+        if key.name not in given:
             if key.required:
                 problems.append(f"{key.name}: is missing")
             else:

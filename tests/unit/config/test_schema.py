@@ -1,0 +1,286 @@
+"""The typed config: what is refused, what is accepted, and with which words."""
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from torchtune_cp import config
+from torchtune_cp.config import ConfigError, FullFinetuneConfig, to_typed, validate
+from torchtune_cp.config.combinations import NOT_YET, degrees_problem
+from torchtune_cp.config.schema import component_problems
+
+from .examples import TORCHTUNE_STYLE, minimal
+
+CONTRACT_KEYS = """
+output_dir seed shuffle batch_size epochs max_steps_per_epoch gradient_accumulation_steps
+optimizer optimizer_in_bwd lr_scheduler loss clip_grad_norm compile device dtype
+tokenizer dataset dataset_val run_val_every_n_steps batch_size_val collate_fn model checkpointer
+resume_from_checkpoint save_every_n_steps enable_async_checkpointing
+context_parallel_dim context_parallel_rotate_method tensor_parallel_dim tensor_parallel_plan
+data_parallel_shard_dim data_parallel_replicate_dim fsdp_cpu_offload fsdp_reshard_after_forward
+enable_activation_checkpointing enable_activation_offloading ac_mode ac_option
+enable_fp8_training fp8_recipe_name custom_sharded_layers
+metric_logger log_every_n_steps log_peak_memory_stats log_level profiler context_parallel_method
+"""
+
+
+def problems(world_size: int | None = None, /, **changes: Any) -> list[str]:
+    return validate(OmegaConf.create(minimal() | changes), world_size=world_size)
+
+
+def test_every_key_of_the_contract_is_known_and_no_other() -> None:
+    known = set(FullFinetuneConfig.__dataclass_fields__)
+    assert known == set(CONTRACT_KEYS.split())
+
+
+def test_a_torchtune_config_runs_unchanged() -> None:
+    cfg = OmegaConf.create(yaml.safe_load(TORCHTUNE_STYLE))
+    # OmegaConf's own loader reads 2e-5 as a number; safe_load leaves a string.
+    cfg.optimizer.lr = 2e-5
+    typed = to_typed(cfg, world_size=8)
+    assert component_problems(typed) == []
+    assert typed.data_parallel_shard_dim == -1
+    assert typed.checkpointer.output_dir == "/tmp/torchtune/out"
+
+
+def test_a_misspelt_key_is_refused_with_the_nearest_one() -> None:
+    assert problems(context_paralel_dim=2) == [
+        "context_paralel_dim: unknown key; did you mean context_parallel_dim?"
+    ]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    found = problems(
+        4,
+        context_paralel_dim=2,
+        batch_size=0,
+        shuffle="yes please",
+        dtype="fp16",
+        tensor_parallel_dim=2,
+        run_val_every_n_steps=5,
+        context_parallel_dim=3,
+    )
+    assert [line.split(":")[0].split("=")[0] for line in found] == [
+        "context_paralel_dim",
+        "shuffle",
+        "batch_size",
+        "dtype",
+        "tensor_parallel_dim",
+        "run_val_every_n_steps",
+        "data_parallel_replicate_dim",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        to_typed(OmegaConf.create(minimal() | {"batch_size": 0, "epochs": 0}))
+    assert len(caught.value.problems) == 2
+
+
+def test_missing_keys_are_named() -> None:
+    assert validate(OmegaConf.create({})) == [
+        f"{key}: is missing"
+        for key in ("output_dir", "model", "tokenizer", "checkpointer", "dataset", "optimizer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("batch_size", 0, "must be at least 1, got 0"),
+        ("batch_size", 1.5, "expected an integer, got 1.5"),
+        ("batch_size", True, "expected an integer, got True"),
+        ("batch_size", "2", "expected an integer, got '2'"),
+        ("batch_size", None, "expected an integer, got None"),
+        ("clip_grad_norm", 0, "must be greater than 0"),
+        ("clip_grad_norm", -1.0, "must be greater than 0"),
+        ("seed", -1, "must be at least 0"),
+        ("data_parallel_shard_dim", -2, "must be at least 1 or -1"),
+        ("data_parallel_shard_dim", 0, "must be at least 1 or -1"),
+        ("context_parallel_dim", -1, "must be at least 1"),
+        ("device", "mps", "expected one of cuda, cpu"),
+        ("dtype", "fp16", "expected one of bf16, fp32"),
+        ("context_parallel_rotate_method", "ring", "expected one of allgather, alltoall"),
+        ("log_level", "chatty", "expected one of DEBUG, INFO, WARNING, ERROR"),
+        ("shuffle", 1, "expected true or false, got 1"),
+        ("optimizer", {"lr": 1}, "has no _component_"),
+        ("optimizer", "AdamW", "expected a component"),
+        ("optimizer", [1], "expected a component"),
+        ("dataset", [], "the list is empty"),
+        ("dataset", ["x"], "expected a component"),
+        ("custom_sharded_layers", "output", "expected a list of strings or null"),
+        ("custom_sharded_layers", [1], "expected a list of strings or null"),
+        ("compile", {"modell": True}, "compile.modell: unknown key; did you mean model?"),
+        ("compile", {"model": 1}, "compile.model: expected true or false"),
+        ("ac_option", 0, "must be at least 1"),
+        ("output_dir", "${nowhere}/x", "Interpolation key 'nowhere' not found"),
+        ("output_dir", "???", "??? stands where a value is needed"),
+        ("cudnn_deterministic_mode", "default", "no equivalent here"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_and_what_is_allowed(
+    key: str, value: object, said: str
+) -> None:
+    (line,) = problems(**{key: value})
+    assert line.startswith(key)
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "becomes"),
+    [
+        ("clip_grad_norm", 1, 1.0),
+        ("clip_grad_norm", "inf", math.inf),
+        ("clip_grad_norm", None, None),
+        ("dtype", "float32", "fp32"),
+        ("dtype", "BF16", "bf16"),
+        ("log_level", "debug", "DEBUG"),
+        ("log_level", "warn", "WARNING"),
+        ("seed", None, None),
+        ("data_parallel_shard_dim", -1, -1),
+        ("compile", {"model": True, "loss": False}, {"model": True, "loss": False}),
+        ("memory_efficient_fsdp_wrap", True, None),
+        ("loss", "torch.nn.CrossEntropyLoss", {"_component_": "torch.nn.CrossEntropyLoss"}),
+        ("batch_size_val", None, 1),
+    ],
+)
+def test_accepted_spellings_become_one(key: str, value: object, becomes: object) -> None:
+    typed = to_typed(OmegaConf.create(minimal() | {key: value}))
+    assert getattr(typed, key, None) == becomes
+
+
+def test_a_variable_that_another_value_refers_to_is_no_unknown_key() -> None:
+    changes = {"root": "/data", "name": "x", "output_dir": "${root}/${name}"}
+    assert problems(**changes) == []
+    assert to_typed(OmegaConf.create(minimal() | changes)).output_dir == "/data/x"
+    assert problems(root="/data") == ["root: unknown key"]
+
+
+def test_a_misspelt_variable_gets_the_nearest_key() -> None:
+    (line,) = problems(checkpointer={"_component_": "a.b", "output_dir": "${output_dirr}"})
+    assert line.startswith("checkpointer.output_dir: ")
+    assert line.endswith("did you mean output_dir?")
+
+
+ASKS_FOR = {
+    "tensor_parallel_dim": 2,
+    "optimizer_in_bwd": True,
+    "enable_fp8_training": True,
+    "enable_activation_offloading": True,
+    "fsdp_cpu_offload": True,
+    "resume_from_checkpoint": True,
+    "save_every_n_steps": 10,
+    "enable_async_checkpointing": True,
+    "context_parallel_method": "ulysses",
+}
+
+
+@pytest.mark.parametrize("rule", NOT_YET, ids=lambda rule: rule.key)
+def test_a_feature_that_is_not_there_yet_is_refused_when_on_and_accepted_when_off(rule) -> None:
+    for off in rule.off:
+        assert problems(**{rule.key: off}) == []
+    (line,) = problems(**{rule.key: ASKS_FOR[rule.key]})
+    assert line.startswith(f"{rule.key}: ")
+    assert "not available in this version" in line
+
+
+def test_packed_datasets_are_refused_wherever_they_stand() -> None:
+    packed = {"_component_": "a.b", "packed": True}
+    assert [line.split(":")[0] for line in problems(dataset=packed, dataset_val=packed)] == [
+        "dataset.packed",
+        "dataset_val.packed",
+    ]
+    (line,) = problems(dataset=[{"_component_": "a.b"}, packed])
+    assert line.startswith("dataset.1.packed: ")
+    assert problems(dataset=packed | {"packed": False}) == []
+
+
+def test_values_that_contradict_each_other_are_refused() -> None:
+    assert "run_val_every_n_steps" in problems(run_val_every_n_steps=2)[0]
+    assert "ac_option" in problems(ac_mode="selective")[0]
+    assert (
+        "contradicts"
+        in problems(ac_mode="selective", ac_option=2, enable_activation_checkpointing=True)[0]
+    )
+    assert problems(ac_mode="selective", ac_option=2) == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "cp", "replicate", "world_size", "fits"),
+    [
+        (-1, 1, 1, 8, True),
+        (-1, 4, 1, 8, True),
+        (-1, 3, 1, 8, False),
+        (2, 4, 1, 8, True),
+        (2, 2, 1, 8, False),
+        (2, 2, 2, 8, True),
+        (-1, 8, 1, 4, False),
+        (-1, 2, 1, 1, False),
+    ],
+)
+def test_degrees_must_fill_the_world(
+    shard: int, cp: int, replicate: int, world_size: int, fits: bool
+) -> None:
+    degrees = {
+        "data_parallel_shard_dim": shard,
+        "context_parallel_dim": cp,
+        "data_parallel_replicate_dim": replicate,
+    }
+    found = problems(world_size, **degrees)
+    assert (found == []) is fits
+    if not fits:
+        for key, value in (degrees | {"tensor_parallel_dim": 1}).items():
+            assert f"{key}={value}" in found[0]
+        assert f"the run has {world_size}" in found[0]
+    assert problems(None, **degrees) == []
+    assert (degrees_problem(degrees | {"tensor_parallel_dim": 1}, world_size) is None) is fits
+
+
+def test_component_arguments_are_compared_with_signatures() -> None:
+    typed = to_typed(
+        OmegaConf.create(
+            minimal()
+            | {
+                "optimizer": {"_component_": "torch.optim.SGD", "learning_rat": 1, "momentu": 2},
+                "model": {"_component_": "torchtune_cp.models.llama3.llama3", "vocab_size": 9},
+                "collate_fn": "torchtune_cp.data.no_such",
+                "dataset": {
+                    "_component_": "torchtune_cp.datasets.text_folder_dataset",
+                    "tokenizer": "x",
+                },
+            }
+        )
+    )
+    found = component_problems(typed)
+    assert any("momentu'; did you mean momentum?" in line for line in found)
+    assert any(line.startswith("optimizer.learning_rat: ") for line in found)
+    assert any(line.startswith("model: ") and "num_layers" in line for line in found)
+    assert any(line.startswith("collate_fn: ") for line in found)
+    assert any("dataset.tokenizer: is given by the recipe" in line for line in found)
+    assert len(found) == 5
+
+
+def test_the_resolved_config_has_every_key_gives_the_same_config_again_and_no_secret() -> None:
+    changes = {
+        "root": "/data",
+        "output_dir": "${root}/x",
+        "metric_logger": {
+            "_component_": "torchtune_cp.metrics.WandBLogger",
+            "api_key": "s3cret",
+            "hf_token": "s3cret",
+            "url": "https://me:s3cret@host/",
+            "pad_token": "<pad>",
+        },
+    }
+    typed = to_typed(OmegaConf.create(minimal() | changes))
+    text = config.resolved_yaml(typed)
+    assert "s3cret" not in text
+    assert "<pad>" in text
+    assert "${" not in text
+    loaded = OmegaConf.create(text)
+    assert set(loaded) == set(FullFinetuneConfig.__dataclass_fields__)
+    again = to_typed(loaded)
+    assert config.resolved_yaml(again) == text
+    assert again.output_dir == "/data/x"
+    assert "s3cret" not in config.resolved_yaml(OmegaConf.create(changes))
+    assert config.resolved_dict(typed)["metric_logger"]["api_key"] == "***"
