@@ -1,10 +1,14 @@
 """What every metric logger can do, and the keys that belong to another logger."""
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 import torch
+from omegaconf import DictConfig
 
+from torchtune_cp.config import resolved_dict
+from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import UserError
 
@@ -73,3 +77,16 @@ def refuse_unknown_keys(logger: str, keys: Mapping[str, object], own: set[str]) 
             names = sorted(own | _KEYS)
             hint = did_you_mean(key, names) or f"; known are {', '.join(names)}"
             raise UserError(f"metric_logger.{key} is not a key of {logger}{hint}")
+
+
+def loggable_config(config: Any) -> dict[str, Any]:
+    """Give the config as plain containers, resolved, with its secrets masked.
+
+    Args:
+        config: A recipe's typed config, an OmegaConf config, or a plain dict.
+    """
+    if is_dataclass(config) or isinstance(config, DictConfig):
+        return resolved_dict(config)  # type: ignore[arg-type]
+    masked = mask_secrets(config)
+    assert isinstance(masked, dict), type(config)
+    return masked

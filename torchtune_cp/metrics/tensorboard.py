@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
 
 
 class TensorBoardLogger:
@@ -29,7 +28,8 @@ class TensorBoardLogger:
             **other: Keys of other loggers are let pass.
 
         Raises:
-            UserError: tensorboard is not installed, a key is unknown, or the folder cannot be written.
+            UserError: tensorboard is not installed, a key is unknown, or the folder cannot be
+            written.
         """
         refuse_unknown_keys("TensorBoardLogger", other, {"log_dir", "organize_logs"})
         try:
@@ -59,7 +59,7 @@ class TensorBoardLogger:
 
     def log_config(self, config: Any) -> None:
         """Show the resolved config, secrets masked, in TensorBoard's text tab."""
-        text = yaml.safe_dump(mask_secrets(config), sort_keys=False)
+        text = yaml.safe_dump(loggable_config(config), sort_keys=False)
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's code block
         self._writer.add_text("config", indented, global_step=0)
         self._writer.flush()

@@ -8,9 +8,8 @@ from typing import Any
 
 import yaml
 
-from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
 
 
 def _line(payload: Mapping[str, Scalar], step: int) -> str:
@@ -76,9 +75,9 @@ class DiskLogger:
         self._file.flush()
 
     def log_config(self, config: Any) -> None:
-        """Write the resolved config, secrets masked, beside the log as ``<log name>.config.yaml``."""
+        """Write the resolved config, secrets masked, to ``<log name>.config.yaml``."""
         path = self._path.with_suffix(".config.yaml")
-        path.write_text(yaml.safe_dump(mask_secrets(config), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(loggable_config(config), sort_keys=False), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

@@ -9,7 +9,8 @@ import torch
 class StepTimer:
     """Measures the time of each optimizer step and the tokens it has seen.
 
-    The clock stands still between :meth:`stop` and :meth:`start`, so validation and saving do not count.
+    The clock stands still between :meth:`stop` and :meth:`start`, so validation and saving do not
+    count.
     """
 
     def __init__(

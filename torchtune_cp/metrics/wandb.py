@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
 
 _CONFIG_NAME = "torchtune_config.yaml"
 
@@ -17,8 +16,8 @@ _CONFIG_NAME = "torchtune_config.yaml"
 class WandBLogger:
     """Logs a run to Weights & Biases.
 
-    Without network or key set ``WANDB_MODE=offline`` (or ``metric_logger.mode=offline``): the run is
-    written to ``<log_dir>/wandb/offline-run-*`` and can be sent later with ``wandb sync``.
+    Without network or key set ``WANDB_MODE=offline`` (or ``metric_logger.mode=offline``): the run
+    is written to ``<log_dir>/wandb/offline-run-*`` and can be sent later with ``wandb sync``.
     A run that is already going (``wandb.init`` called by the user's own code) is used as it is.
     """
 
@@ -91,7 +90,7 @@ class WandBLogger:
 
     def log_config(self, config: Any) -> None:
         """Save the resolved config, secrets masked: as the run's config and as a file in it."""
-        masked = mask_secrets(config)
+        masked = loggable_config(config)
         self._run.config.update(masked, allow_val_change=True)
         # A file inside the run's folder is uploaded from there; one elsewhere would become a link.
         path = Path(self._run.dir) / _CONFIG_NAME
