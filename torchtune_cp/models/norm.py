@@ -31,7 +31,7 @@ class _RMSNormFunction(torch.autograd.Function):
         grad32 = grad.float()
         normed = x.float() * inverse_rms
         product = grad32 * normed
-        grad_scale = product.flatten(0, -2).sum(0).to(scale.dtype)
+        grad_scale = product.sum(dim=tuple(range(product.dim() - 1))).to(scale.dtype)
         # The part of the gradient along the input itself: the norm removes it.
         along = product.matmul(scale32).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = torch.mul(grad32, scale32, out=product).addcmul_(normed, along, value=-1)
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension.
 
         Args:
-            x: `[..., dim]`.
+            x: `[..., dim]`, of two dimensions or more.
 
         Returns:
             `[..., dim]`, same dtype.
