@@ -74,6 +74,18 @@ def uneven_samples(tokenizer: Any = None) -> Samples:
     )
 
 
+def long_sample(tokenizer: Any = None) -> Samples:
+    """One sample of 2,999 tokens (a prime, so that no mesh divides it), all of them labelled."""
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, VOCAB, (2999,), generator=g).tolist()
+    return Samples([{"tokens": tokens, "labels": tokens}])
+
+
+def numbered_samples(tokenizer: Any = None, *, count: int = 7, length: int = 24) -> Samples:
+    """Samples of one length, each made of its own number: what a rank has read can be told."""
+    return Samples([{"tokens": [i] * length, "labels": [i] * length} for i in range(count)])
+
+
 def reference_step(folder: Path, samples: Samples, lr: float) -> dict[str, Any]:
     """One SGD step of a plain single-process loop, sample by sample, with transformers' model."""
     from transformers import LlamaForCausalLM
