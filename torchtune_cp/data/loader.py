@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -83,12 +84,15 @@ class TokenDataLoader(StatefulDataLoader):
         """See `build_dataloader`."""
         self._position = 0
         self._resume_at: int | None = None
-        super().__init__(
-            _SamplesWithIds(dataset),
-            batch_sampler=sampler,
-            collate_fn=_CollateOrReport(collate_fn),
-            num_workers=num_workers,
-        )
+        with warnings.catch_warnings():
+            # torchdata calls a function of torch that has been deprecated; no user can mend it.
+            warnings.filterwarnings("ignore", message=".*set_vital.*deprecated")
+            super().__init__(
+                _SamplesWithIds(dataset),
+                batch_sampler=sampler,
+                collate_fn=_CollateOrReport(collate_fn),
+                num_workers=num_workers,
+            )
         self.global_sampler = sampler
 
     @property

@@ -87,7 +87,7 @@ def _spans_by_marks(
         return None
     # An empty content stays empty: templates may test for it.
     marked = [
-        {**message, "content": f"{_OPEN}{i}{_CLOSE}" if message["content"].strip() else ""}
+        {**message, "content": f"{_OPEN}{i}{_CLOSE}" if message["content"] else ""}
         for i, message in enumerate(messages)
     ]
     marked_text = _try_render(render, marked, False)

@@ -100,7 +100,10 @@ class HFTokenizer:
             pad_id = self.eos_id if self.eos_id is not None else 0
         self.pad_id: int = pad_id
 
-        self.adds_bos = self._find_adds_bos(config)
+        # tokenizer.json has the last word on this, as in transformers; `add_bos_token` in
+        # tokenizer_config.json is for tokenizers that have no such file.
+        begins_with = self._tokenizer.encode("a").ids[:1]
+        self.adds_bos = self.bos_id is not None and begins_with == [self.bos_id]
         # From here on special tokens are added by `encode` alone. This processor does nothing (and
         # with trim_offsets off leaves the character offsets whole, which masks are made from).
         self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
@@ -123,14 +126,6 @@ class HFTokenizer:
                 self.special_tokens[name] = fallback_text
                 return fallback
         return None
-
-    def _find_adds_bos(self, config: Mapping[str, Any]) -> bool:
-        if self.bos_id is None:
-            return False
-        # As in transformers: the config's own word wins over what tokenizer.json does.
-        if config.get("add_bos_token") is not None:
-            return bool(config["add_bos_token"])
-        return self._tokenizer.encode("a").ids[:1] == [self.bos_id]
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of a text.
@@ -193,7 +188,8 @@ class HFTokenizer:
         that is trained on (`masked` False), these tokens are: its content, and its end-of-turn token
         (up to and including the first special token after the content; or all of the message's own
         text after the content, when that has no special token). Headers, and everything else that
-        the template adds, are never trained on.
+        the template adds, are never trained on, nor are messages with a blank content. A token that
+        spans the border of header and content belongs to the content.
 
         Args:
             messages: `Message`s, or mappings with "role", "content" and optionally "masked".
@@ -226,11 +222,9 @@ class HFTokenizer:
         offsets = encoding.offsets
         mask = [True] * len(ids)
         for number, span in enumerate(spans):
-            if masked[number]:
+            if masked[number] or not dicts[number]["content"].strip():
                 continue
             if span is None:
-                if not dicts[number]["content"].strip():
-                    continue
                 raise UserError(
                     f"cannot tell which tokens are turn {number} ({dicts[number]['role']}): "
                     f"{self._name}'s chat template leaves it out or rewrites it; mask this turn, "
