@@ -53,15 +53,16 @@ def shipped_recipe(name: str) -> Path | None:
 def find_config(name: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a config given as a file path or as a shipped name.
 
-    A file wins over a shipped config of the same name, and relative paths are taken from the
-    current directory.
+    A file wins over a shipped config of the same name (``.yaml`` may be left out for both), and
+    relative paths are taken from the current directory.
 
     Raises:
         ConfigError: Neither a file nor a shipped config has this name.
     """
     path = Path(name).expanduser()
-    if path.is_file():
-        return path.resolve()
+    for candidate in (path, path.with_name(path.name + ".yaml")):
+        if candidate.is_file():
+            return candidate.resolve()
     text = os.fspath(name)
     shipped = shipped_config(text)
     if shipped is not None:

@@ -150,6 +150,16 @@ def test_a_file_is_found_from_the_current_folder(
     assert load_argv(["--config=config.yaml"]).batch_size == 1
 
 
+def test_a_file_of_ones_own_wins_over_the_shipped_config_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("tiny/llama_cpu").device == "cpu"
+    (tmp_path / "tiny").mkdir()
+    write(tmp_path / "tiny" / "llama_cpu.yaml", {"device": "mine"})
+    assert load("tiny/llama_cpu").device == "mine"
+
+
 @pytest.mark.parametrize("argv", [[], ["--config"], ["--config", "a", "--config=b"]])
 def test_a_command_without_exactly_one_config_is_refused(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="--config"):

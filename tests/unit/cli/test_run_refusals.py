@@ -1,0 +1,190 @@
+"""``tune run`` refuses what cannot work before any process is started."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchtune_cp.cli import run
+from torchtune_cp.cli.launcher import world_size_of
+from torchtune_cp.cli.main import main
+from torchtune_cp.config.locate import recipes_dir
+
+RECIPE = "full_finetune_distributed"
+TINY = ["--config", "tiny/llama_cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(args: object) -> None:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr(run, "launch", launch)
+    monkeypatch.setenv("TUNE_TRACEBACK", "0")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert main(["run", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([RECIPE, *TINY, "context_paralel_dim=2"], "did you mean context_parallel_dim?"),
+        ([RECIPE, *TINY, "--context-paralel-dim", "2"], "did you mean context_parallel_dim?"),
+        ([RECIPE, *TINY, "optimizer.lrr=2"], "optimizer.lrr: torch.optim.AdamW has no argument"),
+        ([RECIPE, *TINY, "context_parallel_dim=2"], "the run has 1"),
+        (["--nproc_per_node", "3", RECIPE, *TINY, "context_parallel_dim=2"], "the run has 3"),
+        (["--nproc-per-node=2", "--nnodes=2", RECIPE, *TINY, "context_parallel_dim=3"], "has 4"),
+        ([RECIPE, *TINY, "loss=os.system"], "'os.system' is refused"),
+        ([RECIPE, *TINY, "--nproc_per_node", "2"], "put it before the recipe"),
+        ([RECIPE, *TINY, "--nproc-per-node=2"], "put it before the recipe"),
+        ([RECIPE, *TINY, "batch_size"], "expected key=value"),
+        ([RECIPE, "batch_size=2"], "needs a config"),
+        ([RECIPE, "--config"], "--config has no value"),
+        ([RECIPE, "--config", "tiny/lama_cpu"], "did you mean tiny/llama_cpu?"),
+        (["full_finetune_distribute", *TINY], "did you mean full_finetune_distributed?"),
+        (["no_such/recipe.py", *TINY], "does not exist"),
+        (["--nproc_per_node", "many", RECIPE, *TINY], "--nproc_per_node"),
+        (["--nnodes", "x", RECIPE, *TINY], "--nnodes"),
+        (["--nproc_per_node", "0", RECIPE, *TINY], "at least 1"),
+        ([], "required"),
+        (["--nproc_per_nod", "2"], "required"),
+    ],
+)
+def test_a_bad_command_or_config_is_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    (line,) = refused(capsys, *argv)
+    assert said in line
+
+
+def test_every_problem_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = refused(capsys, RECIPE, *TINY, "epohcs=2", "batch_size=0", "tensor_parallel_dim=2")
+    assert len(lines) == 4  # the fourth: 2 does not divide the world of 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_config_without_a_gpu_says_what_to_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (line,) = refused(capsys, RECIPE, *TINY, "device=cuda")
+    assert "device=cpu" in line
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder with two shards, as a download leaves it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, name in enumerate(names):
+        save_file({f"w{i}": torch.zeros(64, 64)}, folder / name)
+    index = {"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "incomplete"])
+def test_an_incomplete_download_is_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, damage: str
+) -> None:
+    shard = model_folder / "model-00002-of-00002.safetensors"
+    content = shard.read_bytes()
+    if damage == "truncated":
+        shard.write_bytes(content[:-100])
+    else:
+        shard.unlink()
+    if damage == "incomplete":
+        cache = model_folder / ".cache" / "huggingface" / "download"
+        cache.mkdir(parents=True)
+        (cache / f"{shard.name}.incomplete").write_bytes(content[:100])
+    (line,) = refused(capsys, RECIPE, *TINY, f"checkpointer.checkpoint_dir={model_folder}")
+    assert shard.name in line
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Collect the options that would be launched."""
+    seen: list[object] = []
+    monkeypatch.setattr(run, "launch", seen.append)
+    return seen
+
+
+def test_a_whole_checkpoint_is_let_through(model_folder: Path, launched: list) -> None:
+    assert main(["run", RECIPE, *TINY, f"checkpointer.checkpoint_dir={model_folder}"]) == 0
+    assert len(launched) == 1
+
+
+def test_names_become_absolute_paths_and_overrides_pass_unchanged(launched: list) -> None:
+    overrides = ["lr_scheduler=None", "~clip_grad_norm", "--batch_size", "2", "--log-level", "INFO"]
+    assert main(["run", "--nproc_per_node", "2", RECIPE, *TINY, *overrides]) == 0
+    (args,) = launched
+    assert Path(args.training_script) == recipes_dir() / f"{RECIPE}.py"
+    assert args.training_script_args[0] == "--config"
+    assert os.path.isabs(args.training_script_args[1])
+    assert args.training_script_args[2:] == overrides
+    assert args.nproc_per_node == "2"
+
+
+def test_a_recipe_is_found_from_the_current_folder_with_or_without_py(
+    tmp_path: Path, launched: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text("print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("sub/mine.py", "./sub/mine", str(tmp_path / "sub" / "mine.py")):
+        assert main(["run", name, "anything", "--goes"]) == 0
+    assert {args.training_script for args in launched} == {str(tmp_path / "sub" / "mine.py")}
+
+
+def test_a_copied_recipe_is_checked_by_its_own_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "mine.py"
+    copy.write_text((recipes_dir() / f"{RECIPE}.py").read_text())
+    (line,) = refused(capsys, str(copy), *TINY, "context_paralel_dim=2")
+    assert "did you mean context_parallel_dim?" in line
+
+
+def test_a_recipe_that_is_no_python_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def main(:\n")
+    (line,) = refused(capsys, str(broken), *TINY)
+    assert "no Python file" in line
+
+
+def test_every_torchrun_option_is_taken_in_both_spellings() -> None:
+    from torch.distributed.run import get_args_parser
+
+    options = [
+        o for a in get_args_parser()._actions for o in a.option_strings if o.startswith("--")
+    ]
+    parser = run._torchrun_parser()
+    for option in options:
+        for spelling in (option.replace("-", "_").replace("__", "--", 1), option):
+            assert spelling in parser._option_string_actions, spelling
+
+
+@pytest.mark.parametrize(
+    ("argv", "size"),
+    [
+        ([], 1),
+        (["--nproc_per_node", "4"], 4),
+        (["--nnodes", "2", "--nproc-per-node", "4"], 8),
+        (["--nnodes", "1:2", "--nproc-per-node", "4"], None),
+    ],
+)
+def test_the_world_size_is_known_from_the_options(argv: list[str], size: int | None) -> None:
+    assert world_size_of(run._torchrun_parser().parse_args([*argv, "recipe"])) == size
