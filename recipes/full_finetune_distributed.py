@@ -65,10 +65,16 @@ def main(cfg: FullFinetuneConfig) -> None:
 
     # --- data: whole sequences; context-parallel peers read the same ones ---------------------
     tokenizer = build_tokenizer(cfg)
-    loader = build_loader(cfg, cfg.dataset, tokenizer, meshes, seed)
-    val_loader = None
-    if cfg.dataset_val is not None:
-        val_loader = build_loader(cfg, cfg.dataset_val, tokenizer, meshes, seed, validation=True)
+    build = partial(
+        build_loader,
+        cfg,
+        tokenizer=tokenizer,
+        meshes=meshes,
+        seed=seed,
+        max_tokens=model.config.sliding_window,
+    )
+    loader = build(cfg.dataset)
+    val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)
     steps_per_epoch = -(-len(loader) // cfg.gradient_accumulation_steps)
     if cfg.max_steps_per_epoch is not None:
         steps_per_epoch = min(steps_per_epoch, cfg.max_steps_per_epoch)

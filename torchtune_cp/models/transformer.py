@@ -14,6 +14,9 @@ from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
 from torchtune_cp.models.rope import rotary_cos_sin
 
+#: Makes something of the last hidden states `[batch, seq, embed_dim]` and the weight `[vocab, embed_dim]`.
+OutputFn = Callable[[Tensor, Tensor], Any]
+
 
 class TransformerLayer(nn.Module):
     """Attention and MLP, each after an RMS norm and added to the residual stream.
@@ -44,6 +47,37 @@ class TransformerLayer(nn.Module):
         return hidden
 
 
+def _project(x: Tensor, weight: Tensor, output_fn: OutputFn | None) -> Any:
+    return F.linear(x, weight) if output_fn is None else output_fn(x, weight)
+
+
+class OutputProjection(nn.Linear):
+    """The output projection, or what a function makes of its input and weight.
+
+    The function is called inside this module's forward, so that sharding gathers the weight before
+    and notices afterwards, as for any other module.
+
+    Args:
+        embed_dim: Width of the residual stream.
+        vocab_size: Number of token ids.
+    """
+
+    def __init__(self, embed_dim: int, vocab_size: int) -> None:
+        super().__init__(embed_dim, vocab_size, bias=False)
+
+    def forward(self, x: Tensor, output_fn: OutputFn | None = None) -> Any:
+        """Project to the vocabulary.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+            output_fn: See `TransformerDecoder.forward`.
+
+        Returns:
+            Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
+        """
+        return _project(x, self.weight, output_fn)
+
+
 class TiedOutput(nn.Module):
     """An output projection that uses the embedding's weight and has no parameter of its own.
 
@@ -62,16 +96,17 @@ class TiedOutput(nn.Module):
         """The embedding's weight, `[vocab, embed_dim]`."""
         return self._tied_to[0].weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output_fn: OutputFn | None = None) -> Any:
         """Project to the vocabulary.
 
         Args:
             x: `[batch, seq, embed_dim]`.
+            output_fn: See `TransformerDecoder.forward`.
 
         Returns:
-            Logits, `[batch, seq, vocab]`.
+            Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
         """
-        return F.linear(x, self.weight)
+        return _project(x, self.weight, output_fn)
 
 
 class TransformerDecoder(nn.Module):
@@ -87,10 +122,10 @@ class TransformerDecoder(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.embed_dim)
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.embed_dim, config.norm_eps)
-        self.output: nn.Linear | TiedOutput = (
+        self.output: OutputProjection | TiedOutput = (
             TiedOutput(self.tok_embeddings)
             if config.tie_word_embeddings
-            else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+            else OutputProjection(config.embed_dim, config.vocab_size)
         )
 
     def forward(
@@ -98,7 +133,7 @@ class TransformerDecoder(nn.Module):
         tokens: Tensor,
         input_pos: Tensor | None = None,
         *,
-        output_fn: Callable[[Tensor, Tensor], Any] | None = None,
+        output_fn: OutputFn | None = None,
     ) -> Any:
         """Run the model.
 
@@ -130,7 +165,4 @@ class TransformerDecoder(nn.Module):
         rope = rotary_cos_sin(self.config, input_pos, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rope)
-        hidden = self.norm(hidden)
-        if output_fn is not None:
-            return output_fn(hidden, self.output.weight)
-        return self.output(hidden)
+        return self.output(self.norm(hidden), output_fn)

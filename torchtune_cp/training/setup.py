@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ def build_loader(
     seed: int,
     *,
     validation: bool = False,
+    max_tokens: int | None = None,
 ) -> TokenDataLoader:
     """Build the loader of this rank's data-parallel group; its context-parallel peers read the same.
 
@@ -183,6 +185,7 @@ def build_loader(
         seed: Of the order of samples.
         validation: Read every sample exactly once, in order; training instead leaves out an
             incomplete last global batch.
+        max_tokens: The longest sequence that the model takes, None for any.
 
     Raises:
         UserError: A dataset that cannot be read, or holds less than one global batch.
@@ -190,6 +193,8 @@ def build_loader(
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
     collate = component_callable(cfg.collate_fn)
+    if max_tokens is not None:
+        collate = partial(_collate_at_most, collate, max_tokens)
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
@@ -200,3 +205,15 @@ def build_loader(
         drop_last=not validation,
         collate_fn=collate,
     )
+
+
+def _collate_at_most(collate: Any, max_tokens: int, samples: Any) -> Any:
+    # The model cannot check this itself: under context parallelism it sees a slice.
+    batch = collate(samples)
+    if batch["tokens"].size(1) > max_tokens:
+        raise UserError(
+            f"a sequence of {batch['tokens'].size(1)} tokens is longer than the model's"
+            f" sliding_window of {max_tokens}, and attention here is full; set"
+            f" tokenizer.max_seq_len to {max_tokens} or less"
+        )
+    return batch
