@@ -198,8 +198,9 @@ def test_reasoning_dropped_from_earlier_turns_is_handled(plain_folders: dict[str
     assert tokenizer.tokenize_messages(messages)[0] == AutoTokenizer.from_pretrained(
         folder
     ).apply_chat_template(as_dicts(messages), return_dict=False)
-    all_turns = [Message(m.role, m.content) for m in messages]
-    assert trained_pieces(tokenizer, all_turns)[0] == "Who wrote Hamlet?<|im_end|>"
+    # A content that its own header repeats.
+    all_turns = [Message("user", "user"), *(Message(m.role, m.content) for m in messages[1:])]
+    assert trained_pieces(tokenizer, all_turns)[0] == "user<|im_end|>"
 
 
 def test_a_template_that_rewrites_a_trained_turn_beyond_recognition_is_refused(
