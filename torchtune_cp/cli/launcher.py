@@ -127,7 +127,7 @@ def _worker_environment(args: argparse.Namespace) -> Iterator[None]:
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
     if allow.user_prefixes():
-        # The packages that the user allows by name may lie in the current folder, as with python -m.
+        # They may lie in the current folder: as in the launcher, see cli.main.
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]
         wanted["PYTHONPATH"] = os.pathsep.join(paths)
     before = {name: os.environ.get(name) for name in wanted}

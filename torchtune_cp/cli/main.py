@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torchtune_cp import __version__
 from torchtune_cp.cli import cat, cp, download, ls, run, validate
 from torchtune_cp.cli.parser import OneLineParser
+from torchtune_cp.config import allow
 from torchtune_cp.config.entry_point import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = wants_traceback()
+    if allow.user_prefixes():
+        # Packages that the user allows by name may lie in the current folder, as with python -m.
+        sys.path.append(os.getcwd())
     try:
         args, rest = _parser().parse_known_args(arguments)
         debug = debug or args.log_level == "DEBUG"

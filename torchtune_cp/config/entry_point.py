@@ -221,7 +221,13 @@ def _record_for_launcher(error: BaseException) -> None:
 
 
 def _lost_its_peer(error: BaseException) -> bool:
-    """Say whether a collective failed because another rank went away: not the first cause."""
+    """Say whether this rank failed only because another one did: not the first cause.
+
+    Errors that pass on another rank's say so with an attribute ``from_another_rank``; those of a
+    collective whose peer went away are known by the backends' words.
+    """
+    if getattr(error, "from_another_rank", False):
+        return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in text

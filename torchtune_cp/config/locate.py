@@ -50,6 +50,12 @@ def shipped_recipe(name: str) -> Path | None:
     return recipes_dir() / f"{name}.py" if name in recipe_names() else None
 
 
+def _first_file(path: Path, suffix: str) -> Path | None:
+    """Return ``path``, or ``path`` with the suffix added, whichever is a file."""
+    candidates = [path, path.with_name(path.name + suffix)] if path.name else [path]
+    return next((c.resolve() for c in candidates if c.is_file()), None)
+
+
 def find_config(name: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a config given as a file path or as a shipped name.
 
@@ -59,11 +65,10 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: Neither a file nor a shipped config has this name.
     """
-    path = Path(name).expanduser()
-    for candidate in (path, path.with_name(path.name + ".yaml")):
-        if candidate.is_file():
-            return candidate.resolve()
-    text = os.fspath(name)
+    path, text = Path(name).expanduser(), os.fspath(name)
+    found = _first_file(path, ".yaml")
+    if found is not None:
+        return found
     shipped = shipped_config(text)
     if shipped is not None:
         return shipped
@@ -85,9 +90,9 @@ def find_recipe(name: str) -> Path:
     if shipped is not None:
         return shipped
     path = Path(name).expanduser()
-    for candidate in (path, path.with_name(path.name + ".py")):
-        if candidate.is_file():
-            return candidate.resolve()
+    found = _first_file(path, ".py")
+    if found is not None:
+        return found
     if path.suffix == ".py":
         raise ConfigError(f"recipe file {name!r} does not exist (looked in {Path.cwd()})")
     raise ConfigError(

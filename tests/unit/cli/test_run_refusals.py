@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         ([RECIPE, "--config", "tiny/lama_cpu"], "did you mean tiny/llama_cpu?"),
         (["full_finetune_distribute", *TINY], "did you mean full_finetune_distributed?"),
         (["no_such/recipe.py", *TINY], "does not exist"),
+        ([RECIPE, "--config="], "no config file"),
         (["--nproc_per_node", "many", RECIPE, *TINY], "--nproc_per_node"),
         (["--nnodes", "x", RECIPE, *TINY], "--nnodes"),
         (["--nproc_per_node", "0", RECIPE, *TINY], "at least 1"),
@@ -145,6 +147,23 @@ def test_a_recipe_is_found_from_the_current_folder_with_or_without_py(
     for name in ("sub/mine.py", "./sub/mine", str(tmp_path / "sub" / "mine.py")):
         assert main(["run", name, "anything", "--goes"]) == 0
     assert {args.training_script for args in launched} == {str(tmp_path / "sub" / "mine.py")}
+
+
+def test_a_package_that_the_user_allows_is_found_in_the_current_folder(
+    tmp_path: Path,
+    launched: list,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "my_losses.py").write_text("class Loss:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command = [RECIPE, *TINY, "loss=my_losses.Loss"]
+    (line,) = refused(capsys, *command)
+    assert "TUNE_ALLOW_COMPONENTS=my_losses" in line
+    monkeypatch.setenv("TUNE_ALLOW_COMPONENTS", "my_losses")
+    assert main(["run", *command]) == 0
+    assert len(launched) == 1
 
 
 def test_a_copied_recipe_is_checked_by_its_own_schema(
