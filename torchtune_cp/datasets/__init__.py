@@ -3,6 +3,7 @@
 from torchtune_cp.datasets.alpaca import alpaca_cleaned_dataset, alpaca_dataset
 from torchtune_cp.datasets.chat import chat_dataset
 from torchtune_cp.datasets.instruct import instruct_dataset
+from torchtune_cp.datasets.protein import protein_dataset
 from torchtune_cp.datasets.sft import DatasetStats, SFTDataset
 from torchtune_cp.datasets.text_completion import text_completion_dataset
 from torchtune_cp.datasets.text_folder import text_folder_dataset
@@ -14,6 +15,7 @@ __all__ = [
     "alpaca_dataset",
     "chat_dataset",
     "instruct_dataset",
+    "protein_dataset",
     "text_completion_dataset",
     "text_folder_dataset",
 ]
