@@ -1,5 +1,9 @@
 """Shows that a run's result is a model that others can load, and the one that was trained."""
 
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ def transformers_loss(folder: Path, samples: list[dict[str, list[int]]]) -> floa
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, torch_dtype=torch.float32
+        folder, output_loading_info=True, dtype=torch.float32
     )
     model, info = loaded
     wrong = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys") if info[key]}
@@ -43,6 +47,19 @@ def transformers_loss(folder: Path, samples: list[dict[str, list[int]]]) -> floa
     return loss_sum / max(tokens, 1)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' and torchao's remarks on optional parts from the screen."""
+    logging.disable(logging.WARNING)
+    try:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def verify_result(output_dir: Path) -> str:
     """Load ``final/`` with transformers and repeat the last validation without context parallelism.
 
@@ -58,14 +75,13 @@ def verify_result(output_dir: Path) -> str:
     """
     final = output_dir / "final"
     check_folder(final)
-    try:
-        import transformers  # noqa: F401 - asked for in time, used in transformers_loss
-    except ImportError:
+    if importlib.util.find_spec("transformers") is None:
         return "final/ is whole (transformers is not installed: loading it there was not tried)"
     run: Any = OmegaConf.load(output_dir / "config.yaml")
     tokenizer = config.instantiate(run.tokenizer)
     dataset = config.instantiate(run.dataset_val, tokenizer)
-    loss = transformers_loss(final, [dataset[index] for index in range(len(dataset))])
+    with _quiet():
+        loss = transformers_loss(final, [dataset[index] for index in range(len(dataset))])
     records = read_metrics(output_dir / METRICS_NAME)
     reported: Any = [r["val_loss"] for r in records if r.get("val_loss") is not None][-1]
     if abs(loss - reported) > 1e-3:

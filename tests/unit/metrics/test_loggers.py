@@ -1,0 +1,221 @@
+"""What the loggers write is read back with each tool's own format; secrets never get there."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from torchtune_cp.errors import UserError
+from torchtune_cp.metrics import DiskLogger, StdoutLogger, TensorBoardLogger, WandBLogger
+
+CONFIG = OmegaConf.create(
+    {
+        "output_dir": "/tmp/run",
+        "log_dir": "${output_dir}/logs",
+        "optimizer": {"lr": 2e-5},
+        "hub": {"hf_token": "hf_aaaaaaaaaaaaaaaaaaaaaaaaaaaa", "api_key": "0123456789"},
+    }
+)
+STEPS = [(1, 2.5, 1e-4), (2, 2.25, 2e-4), (3, 2.125, 3e-4)]
+
+
+def _log_three_steps(logger) -> None:
+    logger.log_config(CONFIG)
+    for step, loss, lr in STEPS:
+        logger.log_dict({"loss": torch.tensor(loss), "lr": lr}, step)
+    logger.log("val_loss", torch.tensor([2.0]), 3)
+    logger.close()
+
+
+def test_stdout_logger_writes_one_line_a_step(capsys):
+    _log_three_steps(StdoutLogger())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Step 1 | loss:2.5 lr:0.0001"
+    assert lines[3] == "Step 3 | val_loss:2.0"
+    assert len(lines) == 4
+
+
+def test_disk_logger_appends_and_flushes_every_step(tmp_path):
+    logger = DiskLogger(tmp_path / "logs", filename="log.txt")
+    logger.log("loss", 1.5, 1)
+    assert logger.path_to_log_file() == tmp_path / "logs" / "log.txt"
+    assert logger.path_to_log_file().read_text() == "Step 1 | loss:1.5\n"  # before close()
+    logger.close()
+    _log_three_steps(DiskLogger(tmp_path / "logs", filename="log.txt"))
+    lines = (tmp_path / "logs" / "log.txt").read_text().splitlines()
+    assert lines[0] == "Step 1 | loss:1.5"
+    assert lines[-1] == "Step 3 | val_loss:2.0"
+    _check_config(yaml.safe_load((tmp_path / "logs" / "log.config.yaml").read_text()))
+
+
+def test_disk_logger_names_its_file_by_itself_and_says_when_it_cannot_write(tmp_path):
+    logger = DiskLogger(str(tmp_path))
+    logger.close()
+    assert logger.path_to_log_file().name.startswith("log_")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"metric_logger\.log_dir"):
+        DiskLogger(tmp_path / "file" / "logs")
+
+
+def _check_config(config: dict) -> None:
+    assert config["log_dir"] == "/tmp/run/logs"
+    assert config["optimizer"]["lr"] == 2e-5
+    assert config["hub"] == {"hf_token": "***", "api_key": "***"}
+
+
+def test_tensorboard_reads_every_value_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(log_dir=tmp_path, organize_logs=True)
+    _log_three_steps(logger)
+    (run,) = tmp_path.iterdir()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    tensors = {
+        tag: [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors(tag)]
+        for tag in ("loss", "lr", "val_loss")
+    }
+    assert tensors["loss"] == [(step, loss) for step, loss, _ in STEPS]
+    assert tensors["lr"] == [(step, pytest.approx(lr)) for step, _, lr in STEPS]
+    assert tensors["val_loss"] == [(3, 2.0)]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    _check_config(yaml.safe_load(text))
+    assert "hf_aaaa" not in text
+
+
+def test_tensorboard_can_write_without_a_folder_of_its_own(tmp_path):
+    TensorBoardLogger(str(tmp_path), organize_logs=False).close()
+    assert any(path.name.startswith("events.out") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("logger", [StdoutLogger, DiskLogger, TensorBoardLogger])
+def test_keys_of_other_loggers_pass_and_misspelt_ones_do_not(logger, tmp_path):
+    """`metric_logger=X` on the command line keeps the sub-keys that another logger had."""
+    own = {} if logger is StdoutLogger else {"log_dir": tmp_path}
+    logger(**own, project="p", name="n", organize_logs=False).close()
+    with pytest.raises(UserError, match=r"metric_logger\.projct .*did you mean project"):
+        logger(**own, projct="p")
+
+
+# --- Weights & Biases: in processes of their own, as its state is global --------------------------
+
+_RUN_WANDB = """
+import sys
+from omegaconf import OmegaConf
+from tests.unit.metrics.test_loggers import _log_three_steps
+from torchtune_cp.metrics import WandBLogger
+logger = WandBLogger(
+    project="context-parallel", name="cp2", group="g", log_dir=sys.argv[1] + "/logs", filename="x"
+)
+_log_three_steps(logger)
+"""
+
+
+def _python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    cleared = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    root = Path(__file__).resolve().parents[3]
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**cleared, "PYTHONPATH": str(root), "WANDB_SILENT": "true", **environment},
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _wandb_records(path: Path) -> list:
+    """Read a ``.wandb`` file: W&B's header, then protobuf records in LevelDB's log format.
+
+    The format (LevelDB's doc/log_format.md): blocks of 32 KiB; each fragment has a checksum (4
+    bytes), a length (2) and a type (1 full, 2 first, 3 middle, 4 last). W&B's header takes 7 bytes.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    records, position, parts = [], 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        if kind == 0:
+            position += left
+            continue
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            records.append(record)
+            parts = b""
+    return records
+
+
+def _items(items) -> dict:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def test_wandb_writes_an_offline_run_with_every_value_and_the_config(tmp_path):
+    done = _python(_RUN_WANDB, str(tmp_path), WANDB_MODE="offline")
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "logs" / "wandb").glob("offline-run-*")
+    (log,) = run.glob("*.wandb")
+    records = _wandb_records(log)
+    history = [_items(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
+    logged = [(row["global_step"], row["loss"], row["lr"]) for row in history if "loss" in row]
+    assert logged == STEPS
+    assert [(row["global_step"], row["val_loss"]) for row in history if "val_loss" in row] == [
+        (3, 2.0)
+    ]
+    runs = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert (runs[0].project, runs[0].display_name, runs[0].run_group) == (
+        "context-parallel",
+        "cp2",
+        "g",
+    )
+    updates = [_items(r.config.update) for r in records if r.WhichOneof("record_type") == "config"]
+    merged = {key: value for update in updates for key, value in update.items()}
+    _check_config(merged)
+    _check_config(yaml.safe_load((run / "files" / "torchtune_config.yaml").read_text()))
+    assert b"hf_aaaa" not in log.read_bytes()
+
+
+def test_wandb_without_a_key_ends_with_one_clear_line(tmp_path):
+    code = (
+        "import sys\nfrom torchtune_cp.errors import UserError\nfrom torchtune_cp.metrics import "
+        "WandBLogger\ntry:\n    WandBLogger(project='p', log_dir=sys.argv[1])\nexcept UserError "
+        "as error:\n    print('REFUSED', error)\n"
+    )
+    done = _python(code, str(tmp_path), HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert "wandb login" in line
+    assert "WANDB_MODE=offline" in line
+
+
+def test_wandb_disabled_logs_nothing_and_does_not_fail(tmp_path):
+    done = _python(_RUN_WANDB, str(tmp_path), WANDB_MODE="disabled")
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "logs").rglob("*.wandb"))
+
+
+def test_wandb_refuses_a_misspelt_key_before_it_starts_a_run(tmp_path):
+    with pytest.raises(UserError, match=r"metric_logger\.entitty .*did you mean entity"):
+        WandBLogger(project="p", log_dir=tmp_path, entitty="e")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_wandb_is_said_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        WandBLogger()
