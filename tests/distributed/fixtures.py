@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from torchtune_cp.errors import UserError
+
 VOCAB, DIM = 64, 32
 
 
@@ -84,6 +86,18 @@ def long_sample(tokenizer: Any = None) -> Samples:
 def numbered_samples(tokenizer: Any = None, *, count: int = 7, length: int = 24) -> Samples:
     """Samples of one length, each made of its own number: what a rank has read can be told."""
     return Samples([{"tokens": [i] * length, "labels": [i] * length} for i in range(count)])
+
+
+class _RaisesOnRankOne(Samples):
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if index == 2 and os.environ["RANK"] == "1":
+            raise UserError(f"sample {index} cannot be read")
+        return super().__getitem__(index)
+
+
+def raises_on_rank_one(tokenizer: Any = None) -> Samples:
+    """Eight samples, of which rank 1 alone cannot read the third."""
+    return _RaisesOnRankOne(numbered_samples(count=8).samples)
 
 
 def reference_step(folder: Path, samples: Samples, lr: float) -> dict[str, Any]:

@@ -53,6 +53,24 @@ def _layouts(world):
             },
         )
     yield (
+        "length_2999",
+        {
+            "context_parallel_dim": world,
+            "dataset": {"_component_": "tests.distributed.fixtures.long_sample"},
+            "optimizer": {"lr": LR},
+        },
+    )
+    yield (
+        "selective_checkpointing",
+        {
+            "context_parallel_dim": world,
+            "batch_size": 6,
+            "ac_mode": "selective",
+            "ac_option": 2,
+            "optimizer": {"lr": LR},
+        },
+    )
+    yield (
         "checkpointing",
         {
             "context_parallel_dim": world,

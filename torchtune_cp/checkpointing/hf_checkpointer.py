@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,10 +54,10 @@ _WRAPPER_PREFIX = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapp
 
 
 class SavableTokenizer(Protocol):
-    """A tokenizer that knows which files describe it."""
+    """A tokenizer that can write the files that describe it."""
 
-    def files(self) -> list[Path]:  # pragma: no cover - protocol
-        """Return the files to lay beside a saved model."""
+    def save(self, folder: str | Path) -> None:  # pragma: no cover - protocol
+        """Write the files to lay beside a saved model."""
         ...
 
 
@@ -205,6 +206,7 @@ class FullModelHFCheckpointer:
             return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
         agreement = Agreement()
+        scratch = tempfile.TemporaryDirectory()
         try:
             save_hf_folder(
                 {name: tuple(parameter.shape) for name, parameter in named.items()},
@@ -212,12 +214,15 @@ class FullModelHFCheckpointer:
                 folder,
                 config=self._final_config(model, save_dtype),
                 dtype=save_dtype,
-                extra_files=self._extra_files(tokenizer) if agreement.rank == 0 else (),
+                extra_files=(
+                    self._extra_files(tokenizer, Path(scratch.name)) if agreement.rank == 0 else ()
+                ),
                 max_file_bytes=max_file_bytes,
                 agreement=agreement,
             )
         finally:
             agreement.close()
+            scratch.cleanup()
         return Path(folder)
 
     def _saved_dtype(self, named: dict[str, torch.Tensor]) -> torch.dtype:
@@ -238,8 +243,11 @@ class FullModelHFCheckpointer:
             config[key] = str(dtype).removeprefix("torch.")
         return config
 
-    def _extra_files(self, tokenizer: SavableTokenizer | None) -> list[Path]:
-        files = [] if tokenizer is None else list(tokenizer.files())
+    def _extra_files(self, tokenizer: SavableTokenizer | None, scratch: Path) -> list[Path]:
+        files: list[Path] = []
+        if tokenizer is not None:
+            tokenizer.save(scratch)  # a template given in the config is part of what it writes
+            files += sorted(scratch.iterdir())
         if self.checkpoint_dir is not None:
             names = _OTHER_FILES if tokenizer is not None else (*_OTHER_FILES, *_TOKENIZER_FILES)
             files += [

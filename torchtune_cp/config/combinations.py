@@ -85,6 +85,11 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
         )
     if mode == "selective" and option is None:
         yield "ac_option: ac_mode=selective needs ac_option=N (checkpoint every N-th layer)"
+    if mode == "selective" and option is not None and not str(option).isdigit():
+        yield (
+            f"ac_option: {option!r} asks for checkpointing by operator, which is not available in"
+            " this version; set ac_option=N (checkpoint every N-th layer)"
+        )
 
 
 def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:

@@ -23,8 +23,9 @@ class _SwiGLUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grad)
+        # In this order the product is freed before silu(gate) is taken: one tensor less at the peak.
         grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        grad_up = F.silu(gate).mul_(grad)
         return grad_gate, grad_up
 
 

@@ -70,21 +70,25 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), h)
             else:
                 grad_weight += grad.t() @ h
+            del grad  # or two chunks would be alive while the next one is taken
+        ctx.scaled = False
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        if ctx.scaled:
+            raise RuntimeError(
+                "LinearCrossEntropyLoss: backward was called a second time (retain_graph=True);"
+                " its gradients were handed out at the first"
+            )
+        ctx.scaled = True
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Out of place: autograd may hand the saved tensors out again (retain_graph).
-        return (
-            grad_hidden * grad.to(grad_hidden.dtype),
-            grad_weight * grad.to(grad_weight.dtype),
-            None,
-            None,
-            None,
-        )
+        # In place: a second copy of the head's gradient would be the step's peak of memory.
+        grad_hidden.mul_(grad.to(grad_hidden.dtype))
+        grad_weight.mul_(grad.to(grad_weight.dtype))
+        return grad_hidden, grad_weight, None, None, None
 
 
 class LinearCrossEntropyLoss:
@@ -131,6 +135,7 @@ class LinearCrossEntropyLoss:
         Returns:
             The sum of the token losses in nats, a float32 scalar (float64 for float64 inputs). It
             depends on ``hidden`` and ``weight`` even where no label counts: their gradient is then 0.
+            Its backward can be called once.
         """
         hidden = hidden.reshape(-1, hidden.size(-1))
         labels = labels.reshape(-1)

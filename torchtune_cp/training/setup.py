@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def setup_logging(level: str) -> logging.Logger:
-    """Let rank 0 speak at ``level`` and the others from WARNING on, so that nothing is said twice.
+    """Let rank 0 speak at ``level`` and the others of errors only, so that nothing is said twice.
 
     Args:
         level: A name of Python's logging levels.
@@ -39,7 +39,7 @@ def setup_logging(level: str) -> logging.Logger:
     """
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logger = logging.getLogger("torchtune_cp")
-    logger.setLevel(level if is_rank_zero() else max(logging.WARNING, logging.getLevelName(level)))
+    logger.setLevel(level if is_rank_zero() or level == "DEBUG" else "ERROR")
     return logger
 
 
@@ -87,7 +87,7 @@ def build_model(
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective":
-        apply_activation_checkpointing(model, _every_nth(cfg.ac_option))
+        apply_activation_checkpointing(model, int(cfg.ac_option or 1))
     if _compiles(cfg.compile, "model"):
         compile_layers(model)
     shard_model(
@@ -99,14 +99,6 @@ def build_model(
     )
     materialize(model, checkpointer.source(model, seed), device)
     return model
-
-
-def _every_nth(ac_option: int | str | None) -> int:
-    if not str(ac_option).isdigit():
-        raise UserError(
-            f"ac_option={ac_option!r}: allowed is a whole number n (checkpoint every n-th layer)"
-        )
-    return int(str(ac_option))
 
 
 def _compiles(setting: bool | DictConfig, part: str) -> bool:

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.distributed.harness import run_ranks
 from tests.unit.checkpointing import ranks
 from tests.unit.checkpointing.folders import read_config, save_llama, shards
 from torchtune_cp.checkpointing import FullModelHFCheckpointer, RandomSource, check_folder
+from torchtune_cp.data import byte_tokenizer
 from torchtune_cp.errors import UserError
 from torchtune_cp.models import auto_model
+from torchtune_cp.models.llama3 import llama3
 
 
 def _load(folder: Path) -> torch.nn.Module:
@@ -81,8 +83,8 @@ class _Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def files(self) -> list[Path]:
-        return [self.folder / "tokenizer.json"]
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text((self.folder / "tokenizer.json").read_text())
 
 
 def test_known_files_come_along_and_no_others(tmp_path):
@@ -101,6 +103,16 @@ def test_known_files_come_along_and_no_others(tmp_path):
     final = checkpointer.save_final(model, _Tokenizer(tmp_path))
     assert {path.name for path in final.iterdir()} == {*weights, "tokenizer.json"}
     assert (final / "tokenizer.json").read_text() == "other"
+
+
+def test_a_tokenizer_made_in_memory_is_saved_with_the_model(tmp_path):
+    model = llama3(272, 1, 4, 2, 32, 64)
+    checkpointer = FullModelHFCheckpointer(None, output_dir=str(tmp_path))
+    ranks.fill(model, checkpointer, 0)
+    final = checkpointer.save_final(model, byte_tokenizer())
+    loaded = AutoTokenizer.from_pretrained(final)
+    assert loaded("long context")["input_ids"] == list(b"long context")
+    assert loaded.chat_template
 
 
 def test_weights_of_another_model_are_refused_before_any_is_read(tmp_path):

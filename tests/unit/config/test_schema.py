@@ -203,6 +203,7 @@ def test_values_that_contradict_each_other_are_refused() -> None:
         in problems(ac_mode="selective", ac_option=2, enable_activation_checkpointing=True)[0]
     )
     assert problems(ac_mode="selective", ac_option=2) == []
+    assert "by operator" in problems(ac_mode="selective", ac_option="op")[0]
 
 
 @pytest.mark.parametrize(

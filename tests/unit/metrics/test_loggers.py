@@ -1,8 +1,6 @@
 """What the loggers write is read back with each tool's own format; secrets never get there."""
 
-import json
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from tests.wandb_records import items, wandb_records
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics import DiskLogger, StdoutLogger, TensorBoardLogger, WandBLogger
 
@@ -132,47 +131,13 @@ def _python(code: str, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-def _wandb_records(path: Path) -> list:
-    """Read a ``.wandb`` file: W&B's header, then protobuf records in LevelDB's log format.
-
-    The format (LevelDB's doc/log_format.md): blocks of 32 KiB; each fragment has a checksum (4
-    bytes), a length (2) and a type (1 full, 2 first, 3 middle, 4 last). W&B's header takes 7 bytes.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    records, position, parts = [], 7, b""
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
-        if kind == 0:
-            position += left
-            continue
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(parts)
-            records.append(record)
-            parts = b""
-    return records
-
-
-def _items(items) -> dict:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
 def test_wandb_writes_an_offline_run_with_every_value_and_the_config(tmp_path):
     done = _python(_RUN_WANDB, str(tmp_path), WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "logs" / "wandb").glob("offline-run-*")
     (log,) = run.glob("*.wandb")
-    records = _wandb_records(log)
-    history = [_items(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
+    records = wandb_records(log)
+    history = [items(r.history.item) for r in records if r.WhichOneof("record_type") == "history"]
     logged = [(row["global_step"], row["loss"], row["lr"]) for row in history if "loss" in row]
     assert logged == STEPS
     assert [(row["global_step"], row["val_loss"]) for row in history if "val_loss" in row] == [
@@ -184,7 +149,7 @@ def test_wandb_writes_an_offline_run_with_every_value_and_the_config(tmp_path):
         "cp2",
         "g",
     )
-    updates = [_items(r.config.update) for r in records if r.WhichOneof("record_type") == "config"]
+    updates = [items(r.config.update) for r in records if r.WhichOneof("record_type") == "config"]
     merged = {key: value for update in updates for key, value in update.items()}
     _check_config(merged)
     _check_config(yaml.safe_load((run / "files" / "torchtune_config.yaml").read_text()))

@@ -115,3 +115,11 @@ def test_logits_never_exceed_one_chunk(train):
 def test_a_chunk_count_below_one_is_refused_by_its_key(key):
     with pytest.raises(UserError, match=f"loss.{key}=0"):
         LinearCrossEntropyLoss(**{key: 0})
+
+
+def test_a_second_backward_is_refused_not_wrong():
+    hidden, weight, labels = _inputs()
+    loss = LinearCrossEntropyLoss()(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
-# 2.13.0: the ring template, its options and the table of DTensor handlers live here. (2.11: same path.)
+# 2.13.0: the ring template, its options and the table of DTensor handlers live here.
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
 
 # 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
