@@ -151,7 +151,7 @@ def main(cfg: FullFinetuneConfig) -> None:
 
                 (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
-                seconds, _ = timer.stop()
+                seconds = timer.stop()
                 report.step(
                     step=step,
                     epoch=epoch,

@@ -100,24 +100,34 @@ def raises_on_rank_one(tokenizer: Any = None) -> Samples:
     return _RaisesOnRankOne(numbered_samples(count=8).samples)
 
 
-def reference_step(folder: Path, samples: Samples, lr: float) -> dict[str, Any]:
-    """One SGD step of a plain single-process loop, sample by sample, with transformers' model."""
+def reference_step(
+    folder: Path, samples: Samples, lr: float, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """One SGD step of a plain single-process loop, sample by sample, with transformers' model.
+
+    In bfloat16 the model computes in it, gradients add up in float32 and the step is taken on float32
+    weights.
+    """
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grads = {name: torch.zeros_like(p) for name, p in before.items()}
+    model.to(dtype)
     count = sum(label != -100 for s in samples.samples for label in s["labels"][1:])
     total = 0.0
     for s in samples.samples:
         tokens = torch.tensor([s["tokens"]])
         labels = torch.tensor(s["labels"][1:], dtype=torch.int64)
-        logits = model(tokens).logits[0, :-1]
+        logits = model(tokens).logits[0, :-1].float()
         loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / count
         loss.backward()
         total += loss.item()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    torch.optim.SGD(model.parameters(), lr=lr).step()
-    after = {name: p.detach() for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            grads[name] += p.grad
+            p.grad = None
+    norm = torch.nn.utils.get_total_norm(grads.values()).item()
+    after = {name: p - lr * grads[name] for name, p in before.items()}
     return {"loss": total, "grad_norm": norm, "tokens": count, "before": before, "after": after}
 
 

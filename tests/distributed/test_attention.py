@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.harness import run_ranks
 from torchtune_cp.distributed import context_parallel, unshard
+from torchtune_cp.errors import UserError
 
 HEADS, KV_HEADS, HEAD_DIM, BATCH = 4, 1, 16, 1
 
@@ -39,8 +40,6 @@ def _sharded_errors(cases):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     errors = {}
     for seq_len, kv_heads, is_causal, rotate in cases:
-        if not is_causal and seq_len % (2 * world):
-            continue
         whole = [t.transpose(1, 2).requires_grad_() for t in _inputs(seq_len, kv_heads)[:3]]
         weight = _inputs(seq_len, kv_heads)[3].transpose(1, 2)
         reference = plain_attention(*whole, is_causal)
@@ -102,6 +101,11 @@ def _outside_and_inside():
             raise RuntimeError("boom")
     except RuntimeError:
         pass
+    try:
+        with context_parallel(mesh, batch, is_causal=False):
+            raise AssertionError("10 tokens on 2 ranks need padding")
+    except UserError as e:
+        refused.append(str(e))
     restored = F.scaled_dot_product_attention is before
     return {
         "local": {k: v.tolist() for k, v in local.items()},
@@ -124,7 +128,8 @@ def test_the_manager_cuts_head_tail_pads_and_leaves_no_trace():
         assert rank["restored"]
         # torch.compile guards on the patched function: a new one each step would recompile each step.
         assert rank["same_patch_twice"]
-        mask, dropout, causal = rank["refused"]
+        mask, dropout, causal, padding = rank["refused"]
+        assert "divides by 4" in padding
         assert "mask" in mask
         assert "dropout" in dropout
         assert "is_causal=False" in causal

@@ -7,7 +7,7 @@ import torch
 
 
 class StepTimer:
-    """Measures the time of each optimizer step and the tokens it has seen.
+    """Measures the time of each optimizer step.
 
     The clock stands still between :meth:`stop` and :meth:`start`, so validation and saving do not
     count.
@@ -25,26 +25,16 @@ class StepTimer:
         self._device = torch.device(device)
         self._clock = clock
         self._started: float | None = None
-        self._tokens = 0
 
     def start(self) -> None:
         """Begin a step."""
-        self._tokens = 0
         self._started = self._clock()
 
-    def add_tokens(self, count: int) -> None:
-        """Count tokens of this step (of all ranks, for a global rate)."""
-        self._tokens += count
-
-    def stop(self) -> tuple[float, float]:
-        """End the step.
-
-        Returns:
-            Seconds, and tokens per second.
-        """
+    def stop(self) -> float:
+        """End the step; returns its seconds."""
         assert self._started is not None, "stop() without start()"
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = self._clock() - self._started
         self._started = None
-        return seconds, self._tokens / seconds if seconds > 0 else 0.0
+        return seconds

@@ -54,7 +54,8 @@ def context_parallel(
         positions from it.
 
     Raises:
-        UserError: An unknown ``rotate_method``, a mesh of several dimensions, a malformed batch.
+        UserError: An unknown ``rotate_method``, a mesh of several dimensions, a malformed batch, or a
+            bidirectional sequence that would need padding.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         yield batch
@@ -65,7 +66,13 @@ def context_parallel(
         )
     if cp_mesh.ndim != 1:
         raise UserError(f"cp_mesh must have one dimension, not {cp_mesh.mesh_dim_names}")
-    local = pad_batch(batch, math.lcm(2 * cp_mesh.size(), pad_to_multiple_of))
+    divisor = math.lcm(2 * cp_mesh.size(), pad_to_multiple_of)
+    local = pad_batch(batch, divisor)
+    if not is_causal and local["tokens"].shape != batch["tokens"].shape:
+        raise UserError(
+            f"a sequence of {batch['tokens'].size(1)} tokens with is_causal=False: every token would"
+            f" attend to the padding, for no mask hides it; give a length that divides by {divisor}"
+        )
     with ring_attention(
         cp_mesh,
         buffers=list(local.values()),
