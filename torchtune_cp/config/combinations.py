@@ -92,6 +92,15 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _ignored_labels(values: Mapping[str, Any]) -> Iterator[str]:
+    loss = values.get("loss")
+    if isinstance(loss, Mapping) and loss.get("ignore_index", -100) != -100:
+        yield (
+            f"loss.ignore_index: {loss['ignore_index']!r} is not the label that datasets, collation and"
+            " padding give to tokens that do not count: set loss.ignore_index=-100"
+        )
+
+
 def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
     if not values.get("optimizer_in_bwd"):
         return
@@ -105,6 +114,7 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _packed,
     _validation,
     _activation_checkpointing,
+    _ignored_labels,
     _optimizer_in_backward,
 )
 

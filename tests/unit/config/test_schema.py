@@ -204,6 +204,9 @@ def test_values_that_contradict_each_other_are_refused() -> None:
     )
     assert problems(ac_mode="selective", ac_option=2) == []
     assert "by operator" in problems(ac_mode="selective", ac_option="op")[0]
+    loss = {"_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss"}
+    assert "set loss.ignore_index=-100" in problems(loss={**loss, "ignore_index": -1})[0]
+    assert problems(loss={**loss, "ignore_index": -100}) == []
 
 
 @pytest.mark.parametrize(
