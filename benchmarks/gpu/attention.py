@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,8 +45,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {"fp32": 1e-5, "bf16": 2 * 2**-7, "fp16": 4 * 2**-10}
 
 #: The worst single row may be off by this many tolerances: the largest of about 1e5 rows that each
-#: have a spread of their own. A row of a wrong position would be off by about 1.
-ROW_FACTOR = 4
+#: have a spread of their own (seen on a CPU: 2 to 3). A row of a wrong position is off by about 1.
+ROW_FACTOR = 8
 
 #: Seconds without an answer after which ranks count as lost.
 RANK_LIMIT_S = 60
@@ -209,9 +210,12 @@ def attend(case: Case, whole: list[Tensor], mesh: DeviceMesh | None) -> tuple[li
         # Padding carries values too: they must not reach a real token's output or gradient. The
         # leaves lie in memory as a model's projections do, heads behind the sequence.
         parts = [t.index_select(1, index).requires_grad_() for t in (q, k, v)]
-        heads_first = [t.transpose(1, 2) for t in parts]
         out = F.scaled_dot_product_attention(
-            *heads_first, is_causal=True, enable_gqa=case.kv_heads != HEADS
+            parts[0].transpose(1, 2),
+            parts[1].transpose(1, 2),
+            parts[2].transpose(1, 2),
+            is_causal=True,
+            enable_gqa=case.kv_heads != HEADS,
         ).transpose(1, 2)
         kernel = kernel_of(out)
         out.backward(grad_out.index_select(1, index) * real[:, None, None])
@@ -335,7 +339,10 @@ def probe_collectives(device: torch.device) -> dict[str, str]:
         "all_to_all_single": all_to_all,
     }.items():
         try:
-            received = collective()
+            with warnings.catch_warnings():
+                # torch 2.13 has new names for some of them, which torch 2.11 does not know.
+                warnings.simplefilter("ignore", FutureWarning)
+                received = collective()
             right = received == [float(r) for r in range(ranks)]
             errors[name] = "" if right else f"wrong values received: {received}"
         except Exception as error:  # noqa: BLE001 - what it refuses with is the result

@@ -18,12 +18,12 @@ STEPS = 10
 #: Largest relative difference of a step's loss between the two devices. fp32: the same operations in
 #: another order, 1e-7 a sum, which ten AdamW steps can enlarge a thousandfold (Adam turns the sign of
 #: a tiny gradient into a whole step); the tests hold the curves of different meshes to the same
-#: number. bf16: each activation is rounded to 3 digits, at other places on each device, and a loss
-#: averages over 500 tokens.
-LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 1e-2}
+#: number. bf16: each activation is rounded to 3 digits, at other places on each device; on a CPU that
+#: moves the losses by up to 3e-4 from those of fp32.
+LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 
-#: Of the first step's gradient norm, before any weight has moved.
-GRAD_NORM_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
+#: Of the first step's gradient norm, before any weight has moved. bf16 moves it by 3e-3 from fp32's.
+GRAD_NORM_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
 LIMIT_S = 100
 
@@ -44,14 +44,20 @@ def run_recipe(device: str, dtype: str, folder: Path) -> tuple[list[dict[str, An
     """
     arguments = ["run", "full_finetune_distributed", "--config", "tiny/llama_cpu"]
     arguments += [f"device={device}", f"dtype={dtype}", f"max_steps_per_epoch={STEPS}"]
+    # A run must not depend on how many cores the others leave it.
+    threads = os.environ.get("OMP_NUM_THREADS", "2")
     done = subprocess.run(
         [sys.executable, "-m", "torchtune_cp", *arguments, f"output_dir={folder}"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        # OMP_NUM_THREADS: a run must not depend on how many cores the others leave it.
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "TUNE_TRACEBACK": "1"},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": threads,
+            "TUNE_TRACEBACK": "1",
+        },
     )
     if done.returncode != 0:
         said = (done.stderr or done.stdout)[-1500:]

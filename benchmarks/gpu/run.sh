@@ -46,6 +46,7 @@ if [[ "$device" == cuda ]]; then
   OUT="${OUT:-$ROOT/benchmarks/results/gpu}"
 else
   OUT="${OUT:-$ROOT/build/gpu_rehearsal}"
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # tiny tensors: threads would only wait for each other
 fi
 mkdir -p "$OUT"
 OUT="$(cd "$OUT" && pwd)" # a relative one is meant from the caller's folder

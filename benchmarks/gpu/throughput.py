@@ -37,7 +37,7 @@ INIT_STD = 0.02
 #: further off than this, something else was computed.
 LOSS_TOLERANCE = 0.3
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 128_256,
     "num_layers": 2,
     "num_heads": 32,
@@ -45,7 +45,7 @@ SHAPE = {
     "embed_dim": 4096,
     "intermediate_dim": 14_336,
 }
-REHEARSAL_SHAPE = {
+REHEARSAL_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "num_layers": 2,
     "num_heads": 8,
@@ -55,7 +55,7 @@ REHEARSAL_SHAPE = {
 }
 
 
-def flops_per_step(shape: dict[str, int], seq_len: int) -> dict[str, int]:
+def flops_per_step(shape: dict[str, Any], seq_len: int) -> dict[str, int]:
     """Floating-point operations of a training step on one sequence; a multiply-add counts as two.
 
     ``model``: forward and twice that for backward (the gradients of both factors of each product).
@@ -111,7 +111,7 @@ class Trainer:
         max_seq_len: The longest sequence.
     """
 
-    def __init__(self, shape: dict[str, int], device: torch.device, max_seq_len: int) -> None:
+    def __init__(self, shape: dict[str, Any], device: torch.device, max_seq_len: int) -> None:
         from torch.distributed.tensor import DTensor
 
         from torchtune_cp.distributed import Meshes, ParallelDims
@@ -155,7 +155,7 @@ class Trainer:
         return loss.item() / (tokens.size(1) - 1)
 
 
-def measure(trainer: Trainer, shape: dict[str, int], seq_len: int, steps: int) -> dict[str, Any]:
+def measure(trainer: Trainer, shape: dict[str, Any], seq_len: int, steps: int) -> dict[str, Any]:
     """Time ``steps`` steps after a warm-up one.
 
     Raises:
