@@ -1,6 +1,7 @@
 """How much memory a rank has used."""
 
 import sys
+from pathlib import Path
 
 import torch
 
@@ -16,10 +17,19 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        # Not getrusage: its ru_maxrss survives exec, so that a process begins with its parent's peak.
+        return _linux_peak_resident_bytes()
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # in bytes there, in KiB elsewhere
+
+
+def _linux_peak_resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def memory_stats(device: torch.device | str) -> dict[str, int]:
