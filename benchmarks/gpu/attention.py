@@ -314,7 +314,7 @@ def probe_collectives(device: torch.device) -> dict[str, str]:
         device: Where the tensors lie: gloo takes CUDA tensors in some collectives only.
     """
     ranks = dist.get_world_size()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=40))
     mine = torch.full((ranks,), float(dist.get_rank()), device=device)
 
     def gather_into_tensor() -> list[float]:
@@ -370,7 +370,7 @@ def _rank(
     for number, case in enumerate(cases):
         # A group of its own for each case: one that broke off in the middle of a collective leaves
         # nothing behind for the next. A name of its own, since meshes over the same ranks are equal.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=40))
         mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"cp{number}",))
         row = run_case(case, mesh, head_dim, device, judging=rank == 0)
         answers.put((rank, number, row))
