@@ -128,7 +128,9 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
 #: One patched ``scaled_dot_product_attention`` per mesh and layout, made at the first use. torch makes a
 #: new closure each time its context manager is entered: torch.compile would then recompile every step,
 #: and torch's table of replaced functions would grow by one entry a step.
-_patched_sdpa: dict[tuple[DeviceMesh, bool], Callable[..., torch.Tensor]] = {}
+#: Keyed by identity: equal meshes of two process groups, one of them destroyed, are not the same. The
+#: mesh is kept beside the function so that its id is not given to another.
+_patched_sdpa: dict[tuple[int, bool], tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
 
 
 def _guarded(
@@ -190,7 +192,9 @@ def ring_attention(
     """
     options = cp_impl._cp_options
     original = F.scaled_dot_product_attention
-    if original in cp_impl._replaced_functions or original in _patched_sdpa.values():
+    if original in cp_impl._replaced_functions or any(
+        original is patch for _, patch in _patched_sdpa.values()
+    ):
         raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
     saved = (options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode)
     options.enable_load_balance = load_balance
@@ -198,7 +202,7 @@ def ring_attention(
         "allgather": cp_impl._RotateMethod.ALL_GATHER,
         "alltoall": cp_impl._RotateMethod.ALL_TO_ALL,
     }[rotate_method]
-    patch = _patched_sdpa.get((mesh, load_balance))
+    patch = _patched_sdpa.get((id(mesh), load_balance), (mesh, None))[1]
     if patch is not None:
         # torch leaves a function alone that it knows as its own replacement.
         cp_impl._replaced_functions[patch] = (original.__name__, original)
@@ -212,7 +216,7 @@ def ring_attention(
         ):
             if patch is None:
                 patch = _guarded(F.scaled_dot_product_attention, load_balance)
-                _patched_sdpa[mesh, load_balance] = patch
+                _patched_sdpa[id(mesh), load_balance] = (mesh, patch)
                 F.scaled_dot_product_attention = patch
             yield
     finally:
