@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.harness import run_ranks
 from torchtune_cp.distributed import context_parallel, unshard
+from torchtune_cp.distributed.context_parallel.torch_private import cp_impl
 from torchtune_cp.errors import UserError
 
 HEADS, KV_HEADS, HEAD_DIM, BATCH = 4, 1, 16, 1
@@ -96,6 +97,11 @@ def _outside_and_inside():
                 refused.append(str(e))
     with context_parallel(mesh, batch):
         again = F.scaled_dot_product_attention
+        try:
+            with context_parallel(mesh, batch):
+                raise AssertionError("the replaced function would be replaced again")
+        except RuntimeError as e:
+            refused.append(str(e))
     try:
         with context_parallel(mesh, batch):
             raise RuntimeError("boom")
@@ -113,6 +119,7 @@ def _outside_and_inside():
         "restored": restored,
         "same_patch_twice": inside is again and inside is not before,
         "refused": refused,
+        "left_in_torch": len(cp_impl._replaced_functions),
     }
 
 
@@ -126,9 +133,11 @@ def test_the_manager_cuts_head_tail_pads_and_leaves_no_trace():
     assert first["whole"] == [list(range(10))]
     for rank in (first, second):
         assert rank["restored"]
+        assert rank["left_in_torch"] == 0
         # torch.compile guards on the patched function: a new one each step would recompile each step.
         assert rank["same_patch_twice"]
-        mask, dropout, causal, padding = rank["refused"]
+        mask, dropout, causal, nested, padding = rank["refused"]
+        assert "inside another" in nested
         assert "divides by 4" in padding
         assert "mask" in mask
         assert "dropout" in dropout

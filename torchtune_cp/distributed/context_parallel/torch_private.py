@@ -125,12 +125,11 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
     _cpu_backward_handler
 )
 
-#: One patched ``scaled_dot_product_attention`` per mesh and layout, made at the first use. torch makes a
-#: new closure each time its context manager is entered: torch.compile would then recompile every step,
-#: and torch's table of replaced functions would grow by one entry a step.
-#: Keyed by identity: equal meshes of two process groups, one of them destroyed, are not the same. The
-#: mesh is kept beside the function so that its id is not given to another.
-_patched_sdpa: dict[tuple[int, bool], tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
+#: The patched ``scaled_dot_product_attention`` of the last mesh, by layout, made at its first use. torch
+#: makes a new closure each time its context manager is entered: torch.compile would then recompile every
+#: step. Only the last mesh's is kept, compared by identity: an equal mesh of a process group that was
+#: destroyed is another one, and holding on to it would keep that group's threads alive.
+_patched_sdpa: dict[bool, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
 
 
 def _guarded(
@@ -202,7 +201,10 @@ def ring_attention(
         "allgather": cp_impl._RotateMethod.ALL_GATHER,
         "alltoall": cp_impl._RotateMethod.ALL_TO_ALL,
     }[rotate_method]
-    patch = _patched_sdpa.get((id(mesh), load_balance), (mesh, None))[1]
+    replaced_before = dict(cp_impl._replaced_functions)
+    patched_mesh, patch = _patched_sdpa.get(load_balance, (None, None))
+    if patched_mesh is not mesh:
+        patch = None
     if patch is not None:
         # torch leaves a function alone that it knows as its own replacement.
         cp_impl._replaced_functions[patch] = (original.__name__, original)
@@ -216,9 +218,12 @@ def ring_attention(
         ):
             if patch is None:
                 patch = _guarded(F.scaled_dot_product_attention, load_balance)
-                _patched_sdpa[id(mesh), load_balance] = (mesh, patch)
+                _patched_sdpa[load_balance] = (mesh, patch)
                 F.scaled_dot_product_attention = patch
             yield
     finally:
         F.scaled_dot_product_attention = original
+        # torch never takes anything out of its table, one closure with its mesh per entrance.
+        cp_impl._replaced_functions.clear()
+        cp_impl._replaced_functions.update(replaced_before)
         options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode = saved
