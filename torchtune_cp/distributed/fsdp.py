@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.distributed.context_parallel.torch_private import (
@@ -48,6 +54,7 @@ def shard_model(
     dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     custom_sharded_layers: list[str] | None = None,
+    offload: bool = False,
 ) -> None:
     """Shard parameters over ``mesh``, in place: one group per layer, embedding and head apart.
 
@@ -60,14 +67,25 @@ def shard_model(
         reshard_after_forward: Free a layer's gathered parameters after its forward pass and gather
             them again in backward.
         custom_sharded_layers: Names of further modules that get a group of their own.
+        offload: Keep the shards and their gradients in host memory: a layer's shards are copied to the
+            device to be gathered, its reduced gradients copied back, and the optimizer steps on the
+            CPU. The model must then be materialized on the CPU.
 
     Raises:
         UserError: ``custom_sharded_layers`` names a module that the model does not have.
     """
     policy = precision_policy(dtype)
+    # Pinned memory, for copies that run beside the computation, is of use (and there) on a GPU only.
+    placement = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            offload_policy=placement if offload else OffloadPolicy(),
+        )
 
     for layer in model.layers:
         shard(layer, reshard_after_forward)
@@ -95,7 +113,7 @@ def materialize(model: nn.Module, source: ReadsSlices, device: torch.device) -> 
     Args:
         model: A model without buffers, sharded or not.
         source: The weights; asked for this rank's slices only.
-        device: Where the shards live.
+        device: Where the shards live: the CPU for a model that was sharded with ``offload``.
     """
     model.to_empty(device=device)
     with torch.no_grad():

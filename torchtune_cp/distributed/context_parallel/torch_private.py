@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,10 @@ from torch.distributed.tensor.experimental import context_parallel as torch_cont
 
 # 2.13.0: the ring template, its options and the table of DTensor handlers live here.
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# 2.13.0: clears what DTensor remembers of earlier operators, in Python and in C++.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
 from torch.distributed.tensor._utils import (  # isort: skip
@@ -37,6 +42,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         name: The flattened dimension's name.
     """
     return mesh if mesh.ndim == 1 and mesh.mesh_dim_names == (name,) else mesh._flatten(name)
+
+
+def forget_earlier_meshes() -> None:
+    """Clear the caches whose keys are meshes, for a process that closed one process group and opened another.
+
+    Meshes of the same ranks and names are equal, so a cache would hand out the earlier one, whose groups
+    are closed.
+    """
+    _clear_sharding_prop_cache()
+    _patched_sdpa.clear()
 
 
 # --- the CPU kernel in torch's ring template (2.13.0) ---------------------------------------------
@@ -125,10 +140,105 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
     _cpu_backward_handler
 )
 
+# --- keys and values kept from forward to backward (2.13.0) --------------------------------------
+#
+# The template gathers all ranks' keys and values in forward, drops them, and gathers the same bytes
+# again in backward. Its rotaters, which do that, come from one function of its module; one that is
+# given its buffer gathers nothing. The buffer is found again through the storage of the logsumexp,
+# which autograd saves, and dies with it.
+
+_keeps_kv = False
+_kept_kv: dict[StorageWeakRef, torch.Tensor] = {}
+
+#: Where each backward operator takes the logsumexp.
+_LOGSUMEXP_ARG = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+    aten._scaled_dot_product_flash_attention_backward.default: 5,
+    aten._scaled_dot_product_efficient_attention_backward.default: 6,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
+}
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    with torch.no_grad():
+        return StorageWeakRef(_local(tensor).untyped_storage())
+
+
+@contextlib.contextmanager
+def _seeing_kv_rotaters(see: Callable[[Any], None]) -> Generator[None, None, None]:
+    original = cp_impl._create_rotater
+
+    def create(group: Any, seq_dim: int, method: Any = None) -> Any:
+        rotater = original(group, seq_dim, method)
+        # Gradients are always rotated all-to-all, by a rotater that is asked for by name.
+        if method is None and isinstance(rotater, cp_impl._AllGatherRotater):
+            see(rotater)
+        return rotater
+
+    cp_impl._create_rotater = create
+    try:
+        yield
+    finally:
+        cp_impl._create_rotater = original
+
+
+def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _keeps_kv:
+            return handler(op_call, args, kwargs)
+        rotaters: list[Any] = []
+        with _seeing_kv_rotaters(rotaters.append):
+            out = handler(op_call, args, kwargs)
+        for dead in [key for key in _kept_kv if key.expired()]:
+            del _kept_kv[dead]
+        for rotater in rotaters:
+            _kept_kv[_storage_of(out[1])] = rotater._aggregated_buffer
+        return out
+
+    return forward
+
+
+def _using_kept(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = _kept_kv.pop(_storage_of(args[_LOGSUMEXP_ARG[op_call]]), None) if _kept_kv else None
+        if kept is None:
+            return handler(op_call, args, kwargs)
+        with _seeing_kv_rotaters(lambda r: setattr(r, "_aggregated_buffer", kept)):
+            return handler(op_call, args, kwargs)
+
+    return backward
+
+
+for _op, _handler in list(cp_impl.custom_ops.items()):
+    cp_impl.custom_ops[_op] = (_using_kept if _op in _LOGSUMEXP_ARG else _keeping)(_handler)
+
+
+def keep_gathered_kv(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let attention inside ``forward`` keep the gathered keys and values for its backward.
+
+    Costs the memory of the whole sequence's KV until then, saves gathering it again. Has an effect
+    under context parallelism with the rotate method ``allgather``, in eager mode.
+
+    Args:
+        forward: Called with gradients on; what backward calls of it again keeps nothing.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _keeps_kv
+        saved, _keeps_kv = _keeps_kv, torch.is_grad_enabled()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _keeps_kv = saved
+
+    return run
+
+
 #: One patched ``scaled_dot_product_attention`` per mesh and layout, made at the first use. torch makes a
 #: new closure each time its context manager is entered: torch.compile would then recompile every step,
-#: and torch's table of replaced functions would grow by one entry a step.
-_patched_sdpa: dict[tuple[DeviceMesh, bool], Callable[..., torch.Tensor]] = {}
+#: and torch's table of replaced functions would grow by one entry a step. By process group, not by mesh:
+#: the mesh of a later process group over the same ranks is equal, but the old one's group is gone.
+_patched_sdpa: dict[tuple[dist.ProcessGroup, bool], Callable[..., torch.Tensor]] = {}
 
 
 def _guarded(
@@ -198,7 +308,8 @@ def ring_attention(
         "allgather": cp_impl._RotateMethod.ALL_GATHER,
         "alltoall": cp_impl._RotateMethod.ALL_TO_ALL,
     }[rotate_method]
-    patch = _patched_sdpa.get((mesh, load_balance))
+    key = (mesh.get_group(), load_balance)
+    patch = _patched_sdpa.get(key)
     if patch is not None:
         # torch leaves a function alone that it knows as its own replacement.
         cp_impl._replaced_functions[patch] = (original.__name__, original)
@@ -212,7 +323,7 @@ def ring_attention(
         ):
             if patch is None:
                 patch = _guarded(F.scaled_dot_product_attention, load_balance)
-                _patched_sdpa[mesh, load_balance] = patch
+                _patched_sdpa[key] = patch
                 F.scaled_dot_product_attention = patch
             yield
     finally:
