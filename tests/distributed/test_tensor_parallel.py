@@ -1,7 +1,7 @@
 """Tensor parallelism, alone and with every other dimension: one SGD step equals a plain loop's.
 
-Sizes are chosen so that shards come out uneven: 66 token ids and 66 hidden columns give a tensor-parallel
-rank 33, which FSDP then cuts into 17 and 16.
+Sizes are chosen so that shards come out uneven: 66 token ids and 62 hidden columns give a tensor-parallel
+rank 33 and 31, which FSDP cannot halve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed.dispatch_watchers import MostRows
 from tests.distributed.fixtures import (
-    numbered_samples,
     recipe_config,
     reference_step,
     run_recipe,
@@ -36,7 +35,7 @@ VOCAB = 66
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
-    "intermediate_size": 66,
+    "intermediate_size": 62,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -86,26 +85,36 @@ def _mesh(dp, cp, tp, replicas=1):
 
 
 _CHECKPOINTING = {"enable_activation_checkpointing": True}
+_CLIPPING = {"clip_grad_norm": CLIP}
 _RUNS = {
     2: {
-        "tp2_llama": ("llama", _mesh(1, 1, 2), 6, {}),
         "tp2_tied_acc3": ("llama_tied", _mesh(1, 1, 2), 2, {}),
         "tp2_biased": ("llama_biased", _mesh(1, 1, 2), 6, _CHECKPOINTING),
-        "tp2_qwen3": ("qwen3_tied", _mesh(1, 1, 2), 6, _CHECKPOINTING),
-        "tp2_clip": ("llama", _mesh(1, 1, 2), 6, {"clip_grad_norm": CLIP}),
-        "cp2_clip": ("llama", _mesh(1, 2, 1), 6, {"clip_grad_norm": CLIP}),
+        "tp2_qwen3": ("qwen3_tied", _mesh(1, 1, 2), 6, {}),
+        "tp2_clip": ("llama", _mesh(1, 1, 2), 6, _CLIPPING),
+        "cp2_clip": ("llama", _mesh(1, 2, 1), 6, _CLIPPING),
+    },
+    4: {
+        "cp2_tp2_qwen3_acc3": ("qwen3_tied", _mesh(1, 2, 2), 2, _CHECKPOINTING),
+        "cp2_tp2_clip": ("llama", _mesh(1, 2, 2), 6, _CLIPPING),
+        "dp2_tp2_tied": ("llama_tied", _mesh(2, 1, 2), 3, {}),
+        "replicate2_tp2_clip": ("llama", _mesh(1, 1, 2, replicas=2), 3, _CLIPPING),
+    },
+}
+_MORE_RUNS = {
+    2: {
+        "tp2_llama": ("llama", _mesh(1, 1, 2), 6, {}),
+        "tp2_qwen2": ("qwen2_tied", _mesh(1, 1, 2), 2, _CHECKPOINTING),
     },
     4: {
         "cp2_tp2_llama": ("llama", _mesh(1, 2, 2), 6, {}),
         "cp2_tp2_tied_acc3": ("llama_tied", _mesh(1, 2, 2), 2, _CHECKPOINTING),
         "cp2_tp2_biased": ("llama_biased", _mesh(1, 2, 2), 6, {}),
-        "cp2_tp2_qwen3_acc3": ("qwen3_tied", _mesh(1, 2, 2), 2, {}),
-        "cp2_tp2_clip": ("llama", _mesh(1, 2, 2), 6, {"clip_grad_norm": CLIP}),
         "dp2_tp2_qwen2": ("qwen2_tied", _mesh(2, 1, 2), 3, {}),
+        "dp2_tp2_qwen3": ("qwen3_tied", _mesh(2, 1, 2), 3, {}),
         "dp2_tp2_acc3": ("llama", _mesh(2, 1, 2), 1, _CHECKPOINTING),
-        "dp2_tp2_clip": ("llama", _mesh(2, 1, 2), 3, {"clip_grad_norm": CLIP}),
-        "replicate2_tp2": ("llama_tied", _mesh(1, 1, 2, replicas=2), 3, {}),
-        "replicate2_tp2_clip": ("llama", _mesh(1, 1, 2, 2), 3, {"clip_grad_norm": CLIP}),
+        "dp2_tp2_clip": ("llama", _mesh(2, 1, 2), 3, _CLIPPING),
+        "replicate2_tp2_biased": ("llama_biased", _mesh(1, 1, 2, replicas=2), 3, {}),
     },
 }
 
@@ -125,35 +134,52 @@ def _assert_weights(folder, reference, clip=None):
             assert update.abs().max() > 100 * TOLERANCE * scale, f"{key} hardly moves"
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
-def test_weights_loss_and_norm_equal_a_plain_loop_after_one_step(tmp_path, world):
-    _save_models(tmp_path)
-    runs = _RUNS[world]
+class _FloatRows(MostRows):
+    """Leaves out index tensors: the offsets of a cut parameter's shards are as many as token ids."""
+
+    def saw(self, func, args, out):
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        super().saw(
+            func, args, [t for t in outs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        )
+
+
+def _watched(cfgs, stores):
+    """Run the recipe once per config; the most rows of whole and of half logits in each run."""
+    stores.mkdir(exist_ok=True)
+    rows = []
+    for i, cfg in enumerate(cfgs):
+        with _FloatRows(VOCAB) as whole, _FloatRows(VOCAB // 2) as half:
+            run_recipe([cfg], stores / str(i))
+        rows.append((whole.rows, half.rows))
+    return rows
+
+
+def _assert_steps_equal_the_plain_loop(folder, world, runs):
+    _save_models(folder)
     references = {
-        model: reference_step(tmp_path / model, uneven_samples(), LR)
+        model: reference_step(folder / model, uneven_samples(), LR)
         for model in {model for model, *_ in runs.values()}
     }
-    cfgs = [
-        recipe_config(
-            tmp_path / model,
-            tmp_path / name,
-            **mesh,
-            **more,
-            batch_size=batch_size,
-            gradient_accumulation_steps=6
-            // batch_size
-            // mesh["data_parallel_shard_dim"]
-            // mesh["data_parallel_replicate_dim"],
-            dataset_val={"_component_": "tests.distributed.fixtures.uneven_samples"},
-            optimizer={"lr": LR},
+    cfgs = []
+    for name, (model, mesh, batch_size, more) in runs.items():
+        dp = mesh["data_parallel_shard_dim"] * mesh["data_parallel_replicate_dim"]
+        cfgs.append(
+            recipe_config(
+                folder / model,
+                folder / name,
+                **mesh,
+                **more,
+                batch_size=batch_size,
+                gradient_accumulation_steps=6 // batch_size // dp,
+                dataset_val={"_component_": "tests.distributed.fixtures.uneven_samples"},
+                optimizer={"lr": LR},
+            )
         )
-        for name, (model, mesh, batch_size, more) in runs.items()
-    ]
-    run_ranks(world, run_recipe, cfgs, tmp_path / "stores")
-    for name, (model, _, _, more) in runs.items():
+    by_rank = run_ranks(world, _watched, cfgs, folder / "stores")
+    for i, (name, (model, mesh, _, more)) in enumerate(runs.items()):
         reference, clip = references[model], more.get("clip_grad_norm")
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
         before, line, *_ = lines
         assert before["val_loss"] == pytest.approx(reference["loss"], rel=1e-6), name
         assert line["tokens"] == reference["tokens"]
@@ -161,40 +187,25 @@ def test_weights_loss_and_norm_equal_a_plain_loop_after_one_step(tmp_path, world
         # The norm is that before clipping, and the same on every mesh.
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-5), name
         assert reference["grad_norm"] > 2 * CLIP, "clipping would change nothing"
-        _assert_weights(tmp_path / name / "final", reference, clip)
-
-
-def _parameters_and_widths(cfg, stores):
-    """Placements and local shapes after a build, and the logits' rows and columns in a run."""
-    with MostRows(VOCAB) as whole_rows, MostRows(VOCAB // 2) as half_rows:
-        run_recipe([cfg], stores)
-    return whole_rows.rows, half_rows.rows
+        _assert_weights(folder / name / "final", reference, clip)
+        if mesh["tensor_parallel_dim"] > 1:
+            assert {rows[i][0] for rows in by_rank} == {0}, "a rank held a whole row of logits"
+            if name == "cp2_tp2_qwen3_acc3":
+                # Two samples of 128 tokens, half of each on a rank, projected in two chunks.
+                assert {rows[i][1] for rows in by_rank} == {64}
 
 
 @pytest.mark.distributed
-def test_no_rank_ever_holds_a_whole_row_of_logits(tmp_path):
-    length, chunks = 256, 4
-    cfg = recipe_config(
-        None,
-        tmp_path / "out",
-        **_mesh(1, 2, 2),
-        model={
-            "_component_": "torchtune_cp.models.llama3.llama3",
-            **{"vocab_size": VOCAB, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2},
-            **{"embed_dim": 32, "max_seq_len": 512, "intermediate_dim": 64},
-        },
-        checkpointer={"checkpoint_dir": None},
-        dataset={"_component_": "tests.distributed.fixtures.numbered_samples", "length": length},
-        dataset_val={
-            "_component_": "tests.distributed.fixtures.numbered_samples",
-            "length": length,
-        },
-        loss={"num_output_chunks": chunks},
-    )
-    assert len(numbered_samples(length=length)) == 7
-    for whole_rows, half_rows in run_ranks(4, _parameters_and_widths, cfg, tmp_path / "stores"):
-        assert whole_rows == 0
-        assert half_rows == length // 2 // chunks
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_loss_and_norm_equal_a_plain_loop_after_one_step(tmp_path, world):
+    _assert_steps_equal_the_plain_loop(tmp_path, world, _RUNS[world])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_meshes_and_models_equal_a_plain_loop_after_one_step(tmp_path, world):
+    _assert_steps_equal_the_plain_loop(tmp_path, world, _MORE_RUNS[world])
 
 
 def _sharded_model(tp_mesh):
@@ -324,7 +335,6 @@ def test_compiled_layers_give_the_same_step(tmp_path):
             gradient_accumulation_steps=3,
             compile=True,
             optimizer={"lr": LR},
-            enable_activation_checkpointing=cp == 2,
         )
         for name, cp in (("tp2", 1), ("cp2_tp2", 2))
     ]

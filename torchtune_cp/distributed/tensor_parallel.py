@@ -63,13 +63,14 @@ class LocalNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
+        norm: Any = module
 
         def forward(x: Tensor) -> Tensor:
-            scale = module.scale.to_local(grad_placements=[Partial()])
-            normed: Tensor = module.normalise(x, scale)
+            scale = norm.scale.to_local(grad_placements=[Partial()])
+            normed: Tensor = norm.normalise(x, scale)
             return normed
 
-        module.forward = forward
+        norm.forward = forward
         return module
 
 
@@ -81,9 +82,9 @@ class VocabParallelEmbedding(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
         _distribute(module, device_mesh, Shard(0))
-        vocab_size, tp = module.num_embeddings, device_mesh.size()
+        embedding: Any = module
+        vocab_size, tp = embedding.num_embeddings, device_mesh.size()
 
         def forward(tokens: Tensor) -> Tensor:
             if tokens.size(1) % tp:
@@ -92,7 +93,7 @@ class VocabParallelEmbedding(ParallelStyle):
                     " stream is cut along the sequence, whose length must divide; use"
                     " context_parallel(..., pad_to_multiple_of=dims.min_seq_len_divisor)"
                 )
-            weight = module.weight.to_local()
+            weight = embedding.weight.to_local()
             rows = weight.size(0)
             index = tokens - device_mesh.get_local_rank() * rows
             # Ids of no rank stay out of range, so that the lookup refuses them as it does elsewhere.
@@ -106,7 +107,7 @@ class VocabParallelEmbedding(ParallelStyle):
             # gives the embedding a gradient of exactly 0 (torch 2.13).
             return hidden.clone()
 
-        module.forward = forward
+        embedding.forward = forward
         return module
 
 

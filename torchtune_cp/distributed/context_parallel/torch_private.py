@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+# 2.13.0: clears what DTensor remembers of earlier operators, in Python and in C++.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 # 2.13.0: the ring template, its options and the table of DTensor handlers live here.
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
 from torch.multiprocessing.reductions import StorageWeakRef
-
-# 2.13.0: clears what DTensor remembers of earlier operators, in Python and in C++.
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
 from torch.distributed.tensor._utils import (  # isort: skip
