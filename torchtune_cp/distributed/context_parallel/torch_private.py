@@ -166,7 +166,8 @@ def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
 
 @contextlib.contextmanager
 def _seeing_kv_rotaters(see: Callable[[Any], None]) -> Generator[None, None, None]:
-    original = cp_impl._create_rotater
+    module: Any = cp_impl  # whose function is replaced for a while
+    original = module._create_rotater
 
     def create(group: Any, seq_dim: int, method: Any = None) -> Any:
         rotater = original(group, seq_dim, method)
@@ -175,11 +176,11 @@ def _seeing_kv_rotaters(see: Callable[[Any], None]) -> Generator[None, None, Non
             see(rotater)
         return rotater
 
-    cp_impl._create_rotater = create
+    module._create_rotater = create
     try:
         yield
     finally:
-        cp_impl._create_rotater = original
+        module._create_rotater = original
 
 
 def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
