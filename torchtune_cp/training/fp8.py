@@ -79,7 +79,12 @@ def _fits(linear: nn.Linear) -> bool:
 
 
 def convert_to_float8(
-    model: TransformerDecoder, recipe: str | None, device: torch.device, *, emulate: bool
+    model: TransformerDecoder,
+    recipe: str | None,
+    device: torch.device,
+    *,
+    emulate: bool,
+    float8_all_gather: bool = True,
 ) -> None:
     """Make the linear layers of the model's blocks compute in float8, in place.
 
@@ -92,6 +97,8 @@ def convert_to_float8(
         recipe: See :func:`float8_config`; None means ``tensorwise``.
         device: Where the model will train. On ``cpu`` float8 is always emulated.
         emulate: Emulate also elsewhere.
+        float8_all_gather: See :func:`float8_config`; False where shards lie on the host, whose scales
+            would have to be reduced there.
 
     Raises:
         UserError: The device has no float8, or no linear layer could be converted.
@@ -111,7 +118,7 @@ def convert_to_float8(
     convert_to_float8_training(
         model.layers,
         module_filter_fn=lambda module, _: isinstance(module, nn.Linear) and _fits(module),
-        config=float8_config(recipe, emulate=emulate, float8_all_gather=True),
+        config=float8_config(recipe, emulate=emulate, float8_all_gather=float8_all_gather),
     )
     _log.info(
         "float8 (%s%s): %d of %d linear layers; %d have a dimension not divisible by %d and stay"

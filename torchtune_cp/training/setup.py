@@ -98,7 +98,13 @@ def build_model(
         plan = cfg.tensor_parallel_plan
         apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.enable_fp8_training:
-        convert_to_float8(model, cfg.fp8_recipe_name, device, emulate=cfg.fp8_emulate)
+        convert_to_float8(
+            model,
+            cfg.fp8_recipe_name,
+            device,
+            emulate=cfg.fp8_emulate,
+            float8_all_gather=not cfg.fsdp_cpu_offload,
+        )
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
