@@ -86,6 +86,11 @@ def _mesh(dp, cp, tp, replicas=1):
 
 _CHECKPOINTING = {"enable_activation_checkpointing": True}
 _CLIPPING = {"clip_grad_norm": CLIP}
+_OWN_GROUPS = {
+    "custom_sharded_layers": ["layers.0", "layers.0.mlp", "layers.1.mlp.w1", "tok_embeddings"],
+    # A plan named in the config, by the name that torchtune's configs have for it.
+    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+}
 _RUNS = {
     2: {
         "tp2_tied_acc3": ("llama_tied", _mesh(1, 1, 2), 2, {}),
@@ -97,7 +102,7 @@ _RUNS = {
     4: {
         "cp2_tp2_qwen3_acc3": ("qwen3_tied", _mesh(1, 2, 2), 2, _CHECKPOINTING),
         "cp2_tp2_clip": ("llama", _mesh(1, 2, 2), 6, _CLIPPING),
-        "dp2_tp2_tied": ("llama_tied", _mesh(2, 1, 2), 3, {}),
+        "dp2_tp2_tied": ("llama_tied", _mesh(2, 1, 2), 3, _OWN_GROUPS),
         "replicate2_tp2_clip": ("llama", _mesh(1, 1, 2, replicas=2), 3, _CLIPPING),
     },
 }

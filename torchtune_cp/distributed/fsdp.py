@@ -87,6 +87,18 @@ def shard_model(
             offload_policy=placement if offload else OffloadPolicy(),
         )
 
+    named = dict(model.named_modules())
+    have_a_group = [*model.layers, model.tok_embeddings, model.norm, model.output]
+    # What lies deepest comes first: a group takes the parameters that no group below it has taken.
+    for name in sorted(custom_sharded_layers or [], key=lambda name: -name.count(".")):
+        if name not in named:
+            raise UserError(
+                f"custom_sharded_layers names '{name}', which this model does not have;"
+                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
+            )
+        module = named[name]
+        if not any(module is other for other in have_a_group) and list(module.parameters()):
+            shard(module, reshard_after_forward)
     for layer in model.layers:
         shard(layer, reshard_after_forward)
     if not model.config.tie_word_embeddings:
@@ -94,16 +106,6 @@ def shard_model(
         # The head's backward follows its forward at once: freeing it in between would gain nothing.
         shard([model.norm, model.output], False)
     # Tied weights stay in the root group, which is gathered from the embedding to the loss.
-    named = dict(model.named_modules())
-    for name in custom_sharded_layers or []:
-        if name not in named:
-            raise UserError(
-                f"custom_sharded_layers names '{name}', which this model does not have;"
-                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
-            )
-        tied = model.config.tie_word_embeddings and name in ("tok_embeddings", "output")
-        if not isinstance(named[name], FSDPModule) and not tied and list(named[name].parameters()):
-            shard(named[name], reshard_after_forward)
     shard(model, False)
 
 
