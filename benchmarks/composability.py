@@ -2,6 +2,7 @@
 
 python -m benchmarks.composability            # all rows: about an hour on two cores
 python -m benchmarks.composability fp8 TP     # only the rows whose name contains a word, the others stay
+python -m benchmarks.composability --missing  # only rows without figures: new ones, a broken-off run's
 python -m benchmarks.composability --render   # only write docs/composability.md from the figures
 
 A row is an option (``OPTIONS``); adding one is adding a line there. Each row, and each pair of rows, runs
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
 from benchmarks.common import RESULTS, machine
-from benchmarks.recipe_ranks import RecipeRanks
+from benchmarks.recipe_ranks import run_recipe
 from benchmarks.refusals import render_refusals
 from benchmarks.tables import CHECKOUT, with_tables
 from torchtune_cp.config import ConfigError, to_typed
@@ -142,10 +143,11 @@ class Tolerance:
 
 #: Float32 sums in another order: 1e-6 and less after one step; Adam lets it grow over ten.
 EXACT = Tolerance(loss=1e-5, weights=1e-5, grad_norm=1e-5)
-#: bfloat16 keeps 8 bits, an error of up to 0.4 % in every operation.
-BF16 = Tolerance(loss=5e-3, weights=2e-2, grad_norm=1e-2)
+#: bfloat16 keeps 8 bits, an error of up to 0.4 % in every operation. The weights' figure is the worst
+#: single one, after an update as large as the weights.
+BF16 = Tolerance(loss=5e-3, weights=5e-2, grad_norm=1e-2)
 #: float8 keeps 3 bits of a value and 2 of a gradient, an error of up to 6 and 12 %, less where many add up;
-#: and a slice's scale is not that of the whole sequence. The weights' figure is the worst single one.
+#: and a slice's scale is not that of the whole sequence.
 FP8 = Tolerance(loss=1e-2, weights=1e-1, grad_norm=5e-2)
 
 
@@ -284,6 +286,12 @@ def memory_step(base: Path, output: Path, mesh: Mesh, options: tuple[Option, ...
         batch_size=1,
         dataset={**DATASET, "glob": "typing.py", "max_seq_len": MEMORY_TOKENS, "overlong": "split"},
         profiler={"_component_": "benchmarks.recipe_ranks.StepPeak"},
+        # Four layers, so that what is done to every second one shows.
+        model={"_component_": "torchtune_cp.models.llama3.llama3", **MODEL, "num_layers": 4},
+        checkpointer={
+            "_component_": "torchtune_cp.checkpointing.FullModelHFCheckpointer",
+            "checkpoint_dir": None,
+        },
     )
 
 
@@ -335,25 +343,19 @@ def plain_step(base: Path) -> tuple[dict[str, torch.Tensor], float]:
 
 @dataclass
 class Bench:
-    """Runs combinations and compares them; keeps processes and references as they are needed.
+    """Runs combinations and compares them; keeps the references.
 
     Attributes:
         folder: Empty; for models and runs.
     """
 
     folder: Path
-    _ranks: dict[int, RecipeRanks] = field(default_factory=dict)
     _references: dict[tuple[str, ...], Reference] = field(default_factory=dict)
     _runs: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.base = self.folder / "base"
         save_base(self.base)
-
-    def stop(self) -> None:
-        """End the processes."""
-        for ranks in self._ranks.values():
-            ranks.stop()
 
     def run(self, make: Any, mesh: Mesh, options: tuple[Option, ...]) -> dict[str, Any]:
         """Run a config; ``refused`` also where it is refused before any process would start."""
@@ -363,9 +365,7 @@ class Bench:
             to_typed(cfg, world_size=mesh.world)
         except ConfigError as error:
             return {"refused": "; ".join(error.problems), "failed": None}
-        if mesh.world not in self._ranks:
-            self._ranks[mesh.world] = RecipeRanks(mesh.world, self.folder / f"stores{mesh.world}")
-        return self._ranks[mesh.world].run(cfg) | {"output": output}
+        return run_recipe(cfg, mesh.world) | {"output": output}
 
     def reference(self, options: tuple[Option, ...]) -> Reference:
         """The reference of a combination: the plain process of its precision."""
@@ -572,32 +572,36 @@ def _save_figures(figures: dict[str, Any]) -> None:
     FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(words: list[str]) -> int:
-    """Run the rows whose names contain one of ``words``; returns how many do not pass.
+def measure(words: list[str], missing: bool = False) -> int:
+    """Run rows; figures are kept as they come.
 
-    Figures are kept as they come: an interrupted run goes on with the missing words.
+    Args:
+        words: Only rows whose names contain one of these; none for all.
+        missing: Only rows without figures.
+
+    Returns:
+        How many of those that were run do not pass.
     """
     figures, wrong = _load_figures(), 0
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        try:
-            for options in filter(measurable, [(), *((o,) for o in OPTIONS)]):
-                if _wanted(words, f"memory | {name_of(options)}"):
-                    peaks = {str(cp): bench.peak(cp, options) for cp in (1, 2, 4)}
-                    figures["memory"][name_of(options)] = peaks
-                    print(name_of(options), peaks, flush=True)
-                    _save_figures(figures)
-            # Compilation takes longest: last.
-            for mesh, options in sorted(combinations_on(), key=lambda c: not measurable(c[1])):
-                if not _wanted(words, _key(mesh, options)):
-                    continue
-                cell = bench.cell(mesh, options)
-                figures["cells"][_key(mesh, options)] = asdict(cell)
-                wrong += not cell.passes(tolerance_of(options))
-                print(_key(mesh, options), asdict(cell), flush=True)
+        # Compilation takes longest: last.
+        for mesh, options in sorted(combinations_on(), key=lambda c: not measurable(c[1])):
+            key = _key(mesh, options)
+            if not _wanted(words, key) or (missing and key in figures["cells"]):
+                continue
+            cell = bench.cell(mesh, options)
+            figures["cells"][key] = asdict(cell)
+            wrong += not cell.passes(tolerance_of(options))
+            print(key, asdict(cell), flush=True)
+            _save_figures(figures)
+        for options in filter(measurable, [(), *((o,) for o in OPTIONS)]):
+            name = name_of(options)
+            if _wanted(words, f"memory | {name}") and not (missing and name in figures["memory"]):
+                peaks = {str(cp): bench.peak(cp, options) for cp in (1, 2, 4)}
+                figures["memory"][name] = peaks
+                print(name, peaks, flush=True)
                 _save_figures(figures)
-        finally:
-            bench.stop()
     return wrong
 
 
@@ -606,8 +610,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only rows whose name contains one of these")
     parser.add_argument("--render", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--missing", action="store_true", help="only rows without figures")
     args = parser.parse_args()
-    wrong = 0 if args.render else measure(args.words)
+    wrong = 0 if args.render else measure(args.words, args.missing)
     write_page()
     if wrong:
         print(f"{wrong} combinations are off or failed: bold on the page", file=sys.stderr)

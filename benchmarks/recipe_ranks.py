@@ -1,13 +1,14 @@
-"""Runs the recipe on processes that stay up, one config after the other, and says what came of it."""
+"""Runs the recipe on a few processes and says what came of it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import io
+import multiprocessing as mp
 import os
-import sys
-from collections.abc import Callable
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch._dynamo.utils import counters
 
-from benchmarks.common import Contender
 from benchmarks.live_storage import LiveStorage
+from torchtune_cp.config import to_typed
+from torchtune_cp.errors import UserError
+from torchtune_cp.training.memory.offloading import ActivationOffload
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 
 #: Seconds after which a rank that waits for another one gives up.
 PATIENCE = timedelta(seconds=300)
@@ -34,8 +39,6 @@ class StepPeak:
     last: int | None = None
 
     def __enter__(self) -> StepPeak:
-        from torchtune_cp.training.memory.offloading import ActivationOffload
-
         # The recipe has built its own by now; nothing hands it out.
         found = [o for o in gc.get_objects() if type(o) is ActivationOffload]
         self._live = LiveStorage(lambda: sum(o.host_bytes for o in found)).__enter__()
@@ -49,77 +52,91 @@ class StepPeak:
         """Nothing to do between steps."""
 
 
-def build_runner(stores: str) -> Callable[[str], dict[str, Any]]:
-    """Build what runs a config, given as YAML, on this rank (see :class:`Contender`).
+def _load_recipe() -> Any:
+    path = CHECKOUT / "recipes" / "full_finetune_distributed.py"
+    spec = importlib.util.spec_from_file_location("full_finetune_distributed", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    Each run has a process group of its own, as if freshly started. The runner returns ``refused`` (the
-    recipe's own words), ``failed`` (any other error), ``peak`` (bytes, with :class:`StepPeak`) and
-    ``graphs`` (compiled graphs).
-    """
-    from torchtune_cp.config import to_typed
-    from torchtune_cp.errors import UserError
 
+#: Loaded with this module, so that a process forked from one that has it starts at once.
+RECIPE = _load_recipe()
+
+
+def _run_rank(rank: int, world: int, folder: str, config: str, pipe: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ["TUNE_ALLOW_COMPONENTS"] = "benchmarks"
-    sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-    import full_finetune_distributed as recipe
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    runs = 0
-
-    def run(command: str) -> dict[str, Any]:
-        nonlocal runs
-        runs += 1
-        torch._dynamo.reset()
-        counters.clear()
-        StepPeak.last = None
-        said: dict[str, Any] = {"refused": None, "failed": None}
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{stores}/run{runs}",
-            rank=rank,
-            world_size=world,
-            timeout=PATIENCE,
-        )
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # the progress display
-                recipe.main.__wrapped__(to_typed(OmegaConf.create(command)))
-        except UserError as error:
-            said["refused"] = str(error)
-        except Exception as error:  # noqa: BLE001 - a failing row must not end the others
-            said["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        return said | {"peak": StepPeak.last, "graphs": counters["stats"]["unique_graphs"]}
-
-    return run
+    torch.set_num_threads(1)
+    said: dict[str, Any] = {"refused": None, "failed": None}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=PATIENCE,
+    )
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # the progress display
+            RECIPE.main.__wrapped__(to_typed(OmegaConf.create(config)))
+    except UserError as error:
+        said["refused"] = str(error)
+    except Exception as error:  # noqa: BLE001 - a failing row must not end the others
+        said["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    graphs = counters["stats"]["unique_graphs"]
+    pipe.send(said | {"peak": StepPeak.last, "graphs": graphs})
+    if said["refused"] is None and said["failed"] is None:
+        return
+    os._exit(1)  # what a failed collective has left behind may never end
 
 
-class RecipeRanks:
-    """Processes that run configs one after the other.
+def run_recipe(cfg: DictConfig, world: int) -> dict[str, Any]:
+    """Run a config on fresh processes.
+
+    Fresh ones, because a process that has run many recipes keeps the threads of all their process
+    groups and what was compiled; forked from one that has imported everything, which takes seconds.
 
     Args:
-        world: Their number.
-        folder: Empty; for their files.
+        cfg: A whole config.
+        world: Number of processes.
+
+    Returns:
+        ``refused`` (the recipe's own words, of the first rank that said some), ``failed`` (any other
+        error), ``peak`` (the largest, in bytes, with :class:`StepPeak`) and ``graphs`` (compiled ones).
     """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.recipe_ranks"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank,
+                args=(rank, world, folder, OmegaConf.to_yaml(cfg), theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        answers = [_answer(pipe) for pipe in pipes]
+        for process in processes:
+            process.join(30)
+            process.kill()
+    peaks = [a["peak"] for a in answers if a["peak"] is not None]
+    return {
+        "refused": next((a["refused"] for a in answers if a["refused"]), None),
+        "failed": next((a["failed"] for a in answers if a["failed"]), None),
+        "peak": max(peaks, default=None),
+        "graphs": max(a["graphs"] for a in answers),
+    }
 
-    def __init__(self, world: int, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        self._ranks = Contender(f"{world}", world, 1, build_runner, (str(folder),))
-        self._ranks.start()
-        self.world = world
 
-    def run(self, cfg: DictConfig) -> dict[str, Any]:
-        """Run a config on all ranks; the largest peak, and the first complaint of any rank."""
-        _, answers = self._ranks.step(OmegaConf.to_yaml(cfg))
-        said = {
-            key: next((a[key] for a in answers if a[key]), None) for key in ("refused", "failed")
-        }
-        peaks = [a["peak"] for a in answers if a["peak"] is not None]
-        graphs = max(a["graphs"] for a in answers)
-        return said | {"peak": max(peaks, default=None), "graphs": graphs}
-
-    def stop(self) -> None:
-        """End the processes."""
-        self._ranks.stop()
+def _answer(pipe: Any) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = pipe.recv()
+    except EOFError:
+        return {"refused": None, "failed": "the process died", "peak": None, "graphs": 0}
+    return answer

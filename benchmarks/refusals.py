@@ -32,6 +32,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2},
+    {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {
         "enable_fp8_training": True,
         "fp8_recipe_name": "rowwise",
