@@ -353,7 +353,7 @@ def test_bfloat16_is_as_near_to_a_plain_loop_as_without_tensor_parallelism(tmp_p
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_compiled_layers_give_the_same_step(tmp_path):
-    # The embedding's gradient is what a compiled layer loses that is handed a tensor in flight.
+    # The embedding's gradient above all: a compiled layer handed a tensor in flight may lose it.
     _save_models(tmp_path)
     reference = reference_step(tmp_path / "llama", uneven_samples(), LR)
     cfgs = [

@@ -103,8 +103,9 @@ class VocabParallelEmbedding(ParallelStyle):
             found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
             whole = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
             hidden = whole.redistribute(placements=[_SEQUENCE]).to_local()
-            # The copy waits for the collective: a compiled layer that is handed a tensor still in flight
-            # gives the embedding a gradient of exactly 0 (torch 2.13).
+            # The copy waits for the collective: a compiled layer that was handed a tensor still in flight
+            # was seen to give the embedding a gradient of exactly 0 (torch 2.13). Nor is it a view, on
+            # which FSDP's hooks could be lost.
             return hidden.clone()
 
         embedding.forward = forward
