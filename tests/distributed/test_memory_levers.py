@@ -240,6 +240,43 @@ def test_what_backward_repeats_and_what_stays_on_the_device_by_mode():
         assert results["full", True][3] == (LAYERS - 1) * layer_input
 
 
+def _moved_when_compiled():
+    from torchtune_cp.training.compile import compile_layers
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    batch = {"tokens": torch.arange(2 * 256).view(2, 256) % 32}
+    moved, grads = {}, {}
+    for mode in ("none", "full", "op"):
+        torch.compiler.reset()
+        model = small_llama()
+        CHECKPOINTING[mode](model)
+        if mode != "none":
+            compile_layers(model)
+        offload = apply_activation_offloading(model, torch.device("cpu"))
+        with context_parallel(mesh, batch) as local:
+            loss_of(model, local["tokens"], input_pos=local["input_pos"]).backward()
+        moved[mode] = offload.moved_bytes // (LAYERS - 1)
+        grads[mode] = gradients(model)
+    error = max(
+        ((grad - run[name]).abs().max() / grad.abs().max()).item()
+        for name, grad in grads["none"].items()
+        for run in grads.values()
+    )
+    return moved, error
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_compiled_layers_keep_no_more_than_checkpointing_says():
+    # All that a compiled layer keeps goes through the hooks, so offloading can tell how much it is.
+    layer_input, output, logsumexp = 2 * 128 * 64 * 4, 2 * 128 * 64 * 4, 2 * 128 * 4 * 4
+    random_state = 2 * 5056  # of a CPU generator: torch's compiler keeps it for each ring step
+    for moved, error in run_ranks(2, _moved_when_compiled):
+        assert error < 1e-5
+        assert layer_input <= moved["full"] <= layer_input + random_state
+        assert moved["op"] == layer_input + output + logsumexp
+
+
 # --- the mission's claim -------------------------------------------------------------------------
 
 

@@ -138,12 +138,12 @@ def test_views_come_back_with_their_strides_on_one_storage_that_moved_once():
 def test_a_storage_written_to_between_two_saves_moves_as_two_contents():
     offload = ActivationOffload(CPU)
     leaf = torch.ones(512, requires_grad=True)
-    buffer = torch.zeros(512)
+    buffer = torch.full((512,), 2.0)
     with offload.layer([], (), first=True, last=False):
         first = leaf * buffer
         buffer.add_(1)
         second = first * buffer
-    assert torch.equal(torch.autograd.grad(second.sum(), leaf)[0], torch.zeros(512))
+    assert torch.equal(torch.autograd.grad(second.sum(), leaf)[0], torch.full((512,), 6.0))
 
 
 def test_small_tensors_stay_and_nothing_moves_without_gradients():

@@ -199,8 +199,37 @@ def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@torch.library.custom_op(
+    "torchtune_cp::after", mutates_args=(), schema="(Tensor tensor, Tensor earlier) -> Tensor"
+)
+def _copy_after(tensor: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@_copy_after.register_fake
+def _(tensor: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _after(tensor: DTensor, gradient: DTensor) -> DTensor:
+    """The same values, as the result of an operator that also takes the gradient.
+
+    To the compiler, gathering the keys and values for backward needs nothing of backward: it would move
+    the second gather into forward and keep what it brings, the whole sequence's KV of every layer, even
+    where all is to be recomputed. An operator that it cannot look into holds it back.
+    """
+    return _like(tensor, _copy_after(_local(tensor), _local(gradient)))
+
+
 def _using_kept(handler: Callable[..., Any]) -> Callable[..., Any]:
     def backward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_traced():
+            gradient, query, key, value, *rest = args
+            args = (gradient, query, _after(key, gradient), _after(value, gradient), *rest)
         kept = _kept_kv.pop(_storage_of(args[_LOGSUMEXP_ARG[op_call]]), None) if _kept_kv else None
         if kept is None:
             return handler(op_call, args, kwargs)

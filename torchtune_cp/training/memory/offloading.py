@@ -30,6 +30,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _has_storage(local: Tensor) -> bool:
+    """Whether a tensor is a plain one; other kinds have no storage of their own to copy."""
+    return type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -154,10 +159,8 @@ class ActivationOffload:
             last: Whether it ends with it: then nothing moves.
         """
         with torch.no_grad():
-            stays = {
-                StorageWeakRef(_local(tensor).untyped_storage())
-                for tensor in (*parameters, *_tensors(shared))
-            }
+            locals_ = [_local(tensor) for tensor in (*parameters, *_tensors(shared))]
+            stays = {StorageWeakRef(t.untyped_storage()) for t in locals_ if _has_storage(t)}
         this = _LayerPass(
             previous=None if first else self._last,
             moves=not last,
@@ -176,9 +179,7 @@ class ActivationOffload:
     @torch.no_grad()
     def _pack(self, layer: _LayerPass, tensor: Tensor) -> _Saved:
         local = _local(tensor)
-        # Only plain tensors: another kind of tensor has no storage of its own to copy.
-        plain = type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided
-        if not (layer.moves and plain and local.device.type == self._device.type):
+        if not (layer.moves and _has_storage(local) and local.device.type == self._device.type):
             # detach(), because a saved output that refers to itself would never be freed.
             return _Saved(layer, tensor=tensor.detach())
         storage = local.untyped_storage()
