@@ -31,7 +31,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
-    {"enable_fp8_training": True, "tensor_parallel_dim": 2},
+    {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
     {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {
         "enable_fp8_training": True,

@@ -74,8 +74,8 @@ def check_hardware(device: torch.device, *, emulate: bool) -> None:
     )
 
 
-def _fits(linear: nn.Linear) -> bool:
-    return linear.in_features % ALIGNMENT == 0 and linear.out_features % ALIGNMENT == 0
+def _fits(linear: nn.Linear, divisor: int) -> bool:
+    return linear.in_features % divisor == 0 and linear.out_features % divisor == 0
 
 
 def convert_to_float8(
@@ -84,21 +84,25 @@ def convert_to_float8(
     device: torch.device,
     *,
     emulate: bool,
+    tp: int = 1,
     float8_all_gather: bool = True,
 ) -> None:
     """Make the linear layers of the model's blocks compute in float8, in place.
 
     The embedding and the output projection stay as they are, and so do linear layers with a dimension
-    that is not divisible by 16; a line of the log counts them. Call it first, before activation
-    checkpointing, compilation and sharding. The names of parameters do not change.
+    that is not divisible by 16 (or, cut by tensor parallelism, might not be); a line of the log counts
+    them. Call it first, before tensor parallelism, activation checkpointing, compilation and sharding.
+    The names of parameters do not change.
 
     Args:
         model: May be on the meta device.
         recipe: See :func:`float8_config`; None means ``tensorwise``.
         device: Where the model will train. On ``cpu`` float8 is always emulated.
         emulate: Emulate also elsewhere.
+        tp: Ranks that will share each matrix.
         float8_all_gather: See :func:`float8_config`; False where shards lie on the host, whose scales
-            would have to be reduced there.
+            would have to be reduced there. Never with tensor parallelism: FSDP would scale each rank's
+            part of a matrix by itself, and results would depend on the mesh.
 
     Raises:
         UserError: The device has no float8, or no linear layer could be converted.
@@ -107,18 +111,21 @@ def convert_to_float8(
     check_hardware(device, emulate=emulate)
     recipe = recipe or DEFAULT_RECIPE
     linears = [m for layer in model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
-    count = sum(map(_fits, linears))
+    divisor = ALIGNMENT * tp
+    count = sum(_fits(linear, divisor) for linear in linears)
     if count == 0:
         raise UserError(
             f"enable_fp8_training=true: none of the {len(linears)} linear layers has dimensions"
-            f" that are all divisible by {ALIGNMENT}; set enable_fp8_training=false"
+            f" that are all divisible by {divisor}; set enable_fp8_training=false"
         )
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(
         model.layers,
-        module_filter_fn=lambda module, _: isinstance(module, nn.Linear) and _fits(module),
-        config=float8_config(recipe, emulate=emulate, float8_all_gather=float8_all_gather),
+        module_filter_fn=lambda module, _: isinstance(module, nn.Linear) and _fits(module, divisor),
+        config=float8_config(
+            recipe, emulate=emulate, float8_all_gather=float8_all_gather and tp == 1
+        ),
     )
     _log.info(
         "float8 (%s%s): %d of %d linear layers; %d have a dimension not divisible by %d and stay"
@@ -128,7 +135,7 @@ def convert_to_float8(
         count,
         len(linears),
         len(linears) - count,
-        ALIGNMENT,
+        divisor,
     )
 
 

@@ -94,17 +94,18 @@ def build_model(
             f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
             " this recipe trains the decoders of torchtune_cp.models"
         )
-    if meshes.tp.size() > 1:
-        plan = cfg.tensor_parallel_plan
-        apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.enable_fp8_training:
         convert_to_float8(
             model,
             cfg.fp8_recipe_name,
             device,
             emulate=cfg.fp8_emulate,
+            tp=meshes.tp.size(),
             float8_all_gather=not cfg.fsdp_cpu_offload,
         )
+    if meshes.tp.size() > 1:
+        plan = cfg.tensor_parallel_plan
+        apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
