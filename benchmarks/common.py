@@ -84,7 +84,8 @@ def _serve(
         start = time.perf_counter()
         result = step(command)
         pipe.send((time.perf_counter() - start, result))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ class LiveStorage(TorchDispatchMode):
     Storages that existed before (parameters, optimizer state) do not count, nor does what a kernel
     allocates and frees inside.
 
+    Args:
+        elsewhere: How many of the bytes alive lie in another memory and do not count for the peak.
+
     Attributes:
         live: Bytes alive now.
         peak: The most that were alive at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
+        self._elsewhere = elsewhere
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
@@ -39,7 +44,7 @@ class LiveStorage(TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage(), inputs)
-        self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, self.live - self._elsewhere())
         return out
 
     def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:

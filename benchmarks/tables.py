@@ -15,7 +15,6 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PAGE = CHECKOUT / "docs" / "performance.md"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def _cell(value: Any) -> str:
@@ -72,21 +71,23 @@ def render(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str, tables: str) -> str:
-    """Return a page with the text between its markers replaced.
+def with_tables(page: str, tables: str, name: str = "tables") -> str:
+    """Return a page with the text between two of its markers replaced.
 
     Args:
         page: The page's text.
         tables: From :func:`render`.
+        name: The markers are ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
 
     Raises:
         ValueError: The page does not have each marker exactly once.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page must have {BEGIN} and {END} once each")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables}{END}{after}"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must have {begin} and {end} once each")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{tables}{end}{after}"
 
 
 def main() -> int:

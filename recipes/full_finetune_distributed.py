@@ -21,6 +21,7 @@ from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
+from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.seed import set_seed, shared_seed
 from torchtune_cp.training.setup import (
     build_loader,
@@ -35,7 +36,6 @@ from torchtune_cp.training.setup import (
 from torchtune_cp.training.step import (
     clip_gradients,
     count_label_tokens,
-    gradient_norm,
     max_over,
     micro_batches,
     sum_over,
@@ -79,7 +79,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     if cfg.max_steps_per_epoch is not None:
         steps_per_epoch = min(steps_per_epoch, cfg.max_steps_per_epoch)
     total_steps = cfg.epochs * steps_per_epoch
-    optimizer, scheduler = build_optimizer(cfg, model, total_steps)
+    optimizer, scheduler, gradient_norm = build_optimizer(cfg, model, total_steps)
     log.info(
         "%d parameters on %s, %d steps",
         sum(p.numel() for p in model.parameters()),
@@ -139,12 +139,14 @@ def main(cfg: FullFinetuneConfig) -> None:
                         loss = slice_loss(local)
                         (loss * scale).backward()
                     loss_sum += loss.detach()
-                grad_norm = gradient_norm(model)
+                grad_norm = gradient_norm()
                 if cfg.clip_grad_norm is not None:
                     clip_gradients(model, cfg.clip_grad_norm, grad_norm)
                 lr = optimizer.param_groups[0]["lr"]
-                optimizer.step()
+                optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
                 optimizer.zero_grad(set_to_none=True)
+                if cfg.enable_fp8_training:
+                    precompute_float8_scales(model)
                 if scheduler is not None:
                     scheduler.step()
                 step += 1

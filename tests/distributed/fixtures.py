@@ -108,9 +108,9 @@ def reference_step(
     In bfloat16 the model computes in it, gradients add up in float32 and the step is taken on float32
     weights.
     """
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     grads = {name: torch.zeros_like(p) for name, p in before.items()}
     model.to(dtype)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("config", "distributed", "data", "datasets", "metrics", "checkpointing", "models"),
         "errors",
     },
-    "cli": {"config", "checkpointing", "errors"},
+    "cli": {"config", "checkpointing", "models", "errors"},
     "quickstart": {"config", "checkpointing", "metrics", "errors"},
     "recipes": {
         *("config", "distributed", "data", "datasets", "metrics", "checkpointing", "models"),

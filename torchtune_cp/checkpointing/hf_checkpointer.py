@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtune_cp.checkpointing.agreement import Agreement
 from torchtune_cp.checkpointing.folder import (
@@ -66,6 +66,20 @@ def _parameters(model: TransformerDecoder) -> dict[str, torch.Tensor]:
     return {
         _WRAPPER_PREFIX.sub("", name): parameter for name, parameter in model.named_parameters()
     }
+
+
+def _gathered(parameter: DTensor) -> torch.Tensor:
+    """The whole parameter on every rank, gathered over one dimension of the mesh after the other.
+
+    ``full_tensor()`` does the same, but warns of it where FSDP and tensor parallelism cut the same
+    dimension.
+    """
+    placements = list(parameter.placements)
+    for dim, placement in enumerate(placements):
+        if not placement.is_replicate():
+            placements[dim] = Replicate()
+            parameter = parameter.redistribute(placements=placements)
+    return parameter.to_local()
 
 
 class FullModelHFCheckpointer:
@@ -203,7 +217,7 @@ class FullModelHFCheckpointer:
             parameter = named[name].detach()
             if save_dtype.itemsize < parameter.dtype.itemsize:
                 parameter = parameter.to(save_dtype)  # fewer bytes to gather
-            return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            return _gathered(parameter) if isinstance(parameter, DTensor) else parameter
 
         agreement = Agreement()
         scratch = tempfile.TemporaryDirectory()

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.cli.launcher import RunFailed, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
-from torchtune_cp.config import schema
+from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
 from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe, recipes_dir
@@ -164,6 +164,8 @@ def _check_before_start(
         checkpointer = typed.checkpointer
     if isinstance(checkpointer, DictConfig) and checkpointer.get("checkpoint_dir") is not None:
         _check_checkpoint(checkpointer)
+    if config_class is not None and typed.tensor_parallel_dim > 1:
+        _check_tensor_parallel(typed)
 
 
 def _schema_of(recipe: _Recipe | None) -> type[schema.FullFinetuneConfig] | None:
@@ -190,6 +192,20 @@ def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -
             f"--nproc_per_node: {processes} processes, but this node has {devices} CUDA devices"
         ]
     return []
+
+
+def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:
+    import torch
+
+    from torchtune_cp.models.transformer import TransformerDecoder
+
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    if not isinstance(model, TransformerDecoder):
+        return  # the recipe says what it takes
+    problems = tensor_parallel_problems(vars(model.config), cfg.tensor_parallel_dim)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_checkpoint(checkpointer: DictConfig) -> None:

@@ -3,7 +3,7 @@
 ``parse`` turns a recipe's main function into a program; ``instantiate`` builds a component.
 """
 
-from torchtune_cp.config.combinations import degrees_problem
+from torchtune_cp.config.combinations import degrees_problem, tensor_parallel_problems
 from torchtune_cp.config.entry_point import parse
 from torchtune_cp.config.instantiate import component_callable, get_component, instantiate
 from torchtune_cp.config.load import load, load_argv
@@ -34,6 +34,7 @@ __all__ = [
     "parse",
     "resolved_dict",
     "resolved_yaml",
+    "tensor_parallel_problems",
     "to_typed",
     "validate",
 ]

@@ -19,6 +19,7 @@ _BUILT_IN = (
     "torchtune_cp.checkpointing",
     "torchtune_cp.data",
     "torchtune_cp.datasets",
+    "torchtune_cp.distributed.tensor_parallel",
     "torchtune_cp.metrics",
     "torchtune_cp.models",
     "torchtune_cp.training",

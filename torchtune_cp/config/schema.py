@@ -102,6 +102,7 @@ class FullFinetuneConfig:
     fp8_recipe_name: Annotated[
         str | None, Rule(choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"))
     ] = None
+    fp8_emulate: bool = False
 
     # The mesh
     context_parallel_dim: Annotated[int, _AtLeastOne] = 1
@@ -110,7 +111,7 @@ class FullFinetuneConfig:
     )
     context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
     tensor_parallel_dim: Annotated[int, _AtLeastOne] = 1
-    tensor_parallel_plan: DictConfig | None = None
+    tensor_parallel_plan: Annotated[DictConfig | None, Rule(positional=1)] = None
     data_parallel_shard_dim: Annotated[int, Rule(low=1, also=(-1,))] = -1
     data_parallel_replicate_dim: Annotated[int, _AtLeastOne] = 1
 

@@ -89,6 +89,9 @@ _SAME_NAME: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 _RENAMED: dict[str, str] = {
+    "torchtune.models.llama3.base_llama_tp_plan": (
+        "torchtune_cp.distributed.tensor_parallel.tensor_parallel_plan"
+    ),
     # torchtune has one tokenizer class a model; here all of them read the folder's tokenizer.json.
     "torchtune.models.llama2.llama2_tokenizer": "torchtune_cp.data.llama2_tokenizer",
     "torchtune.models.llama3.llama3_tokenizer": "torchtune_cp.data.llama3_tokenizer",
@@ -151,8 +154,7 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
     ("KLLoss", "use torchtune.modules.loss.LinearCrossEntropyLoss"),
     ("KLWithChunkedOutputLoss", "use torchtune.modules.loss.LinearCrossEntropyLoss"),
     ("torchtune.data.padded_collate", "use torchtune.data.padded_collate_sft"),
-    ("_tp_plan", "tensor parallelism is not available in this version"),
-    (".tp_plan", "tensor parallelism is not available in this version"),
+    ("tp_plan", "set tensor_parallel_plan=null: each model then has its own plan"),
 )
 
 

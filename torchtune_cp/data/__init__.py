@@ -1,5 +1,6 @@
 """From text to batches: tokenizers, chat messages, collation, and the data loader."""
 
+from torchtune_cp.data.buckets import bucket_length, bucketed
 from torchtune_cp.data.byte_tokenizer import byte_tokenizer
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX, collate, padded_collate_sft
 from torchtune_cp.data.family_tokenizers import (
@@ -26,6 +27,8 @@ __all__ = [
     "MaskingStrategy",
     "Message",
     "TokenDataLoader",
+    "bucket_length",
+    "bucketed",
     "build_dataloader",
     "byte_tokenizer",
     "collate",

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.distributed.context_parallel.torch_private import (
@@ -48,6 +54,7 @@ def shard_model(
     dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
     custom_sharded_layers: list[str] | None = None,
+    offload: bool = False,
 ) -> None:
     """Shard parameters over ``mesh``, in place: one group per layer, embedding and head apart.
 
@@ -60,15 +67,38 @@ def shard_model(
         reshard_after_forward: Free a layer's gathered parameters after its forward pass and gather
             them again in backward.
         custom_sharded_layers: Names of further modules that get a group of their own.
+        offload: Keep the shards and their gradients in host memory: a layer's shards are copied to the
+            device to be gathered, its reduced gradients copied back, and the optimizer steps on the
+            CPU. The model must then be materialized on the CPU.
 
     Raises:
         UserError: ``custom_sharded_layers`` names a module that the model does not have.
     """
     policy = precision_policy(dtype)
+    # Pinned memory, for copies that run beside the computation, is of use (and there) on a GPU only.
+    placement = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            offload_policy=placement if offload else OffloadPolicy(),
+        )
 
+    named = dict(model.named_modules())
+    have_a_group = [*model.layers, model.tok_embeddings, model.norm, model.output]
+    # What lies deepest comes first: a group takes the parameters that no group below it has taken.
+    for name in sorted(custom_sharded_layers or [], key=lambda name: -name.count(".")):
+        if name not in named:
+            raise UserError(
+                f"custom_sharded_layers names '{name}', which this model does not have;"
+                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
+            )
+        module = named[name]
+        if not any(module is other for other in have_a_group) and list(module.parameters()):
+            shard(module, reshard_after_forward)
     for layer in model.layers:
         shard(layer, reshard_after_forward)
     if not model.config.tie_word_embeddings:
@@ -76,16 +106,6 @@ def shard_model(
         # The head's backward follows its forward at once: freeing it in between would gain nothing.
         shard([model.norm, model.output], False)
     # Tied weights stay in the root group, which is gathered from the embedding to the loss.
-    named = dict(model.named_modules())
-    for name in custom_sharded_layers or []:
-        if name not in named:
-            raise UserError(
-                f"custom_sharded_layers names '{name}', which this model does not have;"
-                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
-            )
-        tied = model.config.tie_word_embeddings and name in ("tok_embeddings", "output")
-        if not isinstance(named[name], FSDPModule) and not tied and list(named[name].parameters()):
-            shard(named[name], reshard_after_forward)
     shard(model, False)
 
 
@@ -95,7 +115,7 @@ def materialize(model: nn.Module, source: ReadsSlices, device: torch.device) -> 
     Args:
         model: A model without buffers, sharded or not.
         source: The weights; asked for this rank's slices only.
-        device: Where the shards live.
+        device: Where the shards live: the CPU for a model that was sharded with ``offload``.
     """
     model.to_empty(device=device)
     with torch.no_grad():

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtune_cp.config import degrees_problem
-from torchtune_cp.distributed.context_parallel.torch_private import flatten_mesh
+from torchtune_cp.distributed.context_parallel.torch_private import (
+    flatten_mesh,
+    forget_earlier_meshes,
+)
 from torchtune_cp.errors import UserError
 
 #: Outermost first: replicas talk once a step, tensor-parallel ranks several times a layer.
@@ -123,17 +126,20 @@ class Meshes:
             dims: The degrees.
             device_type: ``"cpu"`` or ``"cuda"``.
         """
+        forget_earlier_meshes()
         world = dims.build_mesh(device_type)
         dp = flatten_mesh(world["dp_replicate", "dp_shard"], "dp")
         loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
         if dims.dp_replicate > 1:
             # FSDP2 reads a two-dimensional mesh as (replicate, shard). Slicing a flattened dimension
             # out of the root mesh is deprecated, so this view has its own mesh over the same ranks.
-            fsdp = init_device_mesh(
+            weights = init_device_mesh(
                 device_type,
                 (dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp),
                 mesh_dim_names=("dp_replicate", "fsdp", "tp"),
-            )["dp_replicate", "fsdp"]
+            )
+            # A parameter lies on both: FSDP puts them together to one mesh, so they share a root.
+            fsdp, tp = weights["dp_replicate", "fsdp"], weights["tp"]
         else:
-            fsdp = flatten_mesh(world["dp_shard", "cp"], "fsdp")
-        return cls(world=world, dp=dp, cp=world["cp"], loss=loss, fsdp=fsdp, tp=world["tp"])
+            fsdp, tp = flatten_mesh(world["dp_shard", "cp"], "fsdp"), world["tp"]
+        return cls(world=world, dp=dp, cp=world["cp"], loss=loss, fsdp=fsdp, tp=tp)

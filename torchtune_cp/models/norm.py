@@ -63,14 +63,26 @@ class RMSNorm(nn.Module):
         Returns:
             `[..., dim]`, same dtype.
         """
+        return self.normalise(x, self.scale)
+
+    def normalise(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Normalise with a scale other than the parameter object, such as its local copy.
+
+        Args:
+            x: As in `forward`.
+            scale: `[dim]`.
+
+        Returns:
+            `[..., dim]`, same dtype.
+        """
         if (
             x.device.type == "cpu"
             and x.dtype != torch.float64
             and not torch.compiler.is_compiling()
         ):
-            normed: Tensor = _RMSNormFunction.apply(x, self.scale, self.eps)
+            normed: Tensor = _RMSNormFunction.apply(x, scale, self.eps)
             return normed
-        return F.rms_norm(x, (self.dim,), self.scale, self.eps)
+        return F.rms_norm(x, (self.dim,), scale, self.eps)
 
     def extra_repr(self) -> str:
         """Show the sizes in the model's printout."""

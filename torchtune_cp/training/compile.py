@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +11,9 @@ if TYPE_CHECKING:
     from torchtune_cp.models.transformer import TransformerDecoder
 
 
-def compile_layers(model: TransformerDecoder) -> None:
+def compile_layers(
+    model: TransformerDecoder, *, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile each layer's ``forward``; equal layers share what was compiled.
 
     The forward function is compiled, not the module, so that FSDP's hooks (which gather parameters)
@@ -20,6 +23,7 @@ def compile_layers(model: TransformerDecoder) -> None:
 
     Args:
         model: A model with ``layers``; not yet sharded.
+        backend: What compiles the graphs; another one than inductor serves to look at them.
     """
     for layer in model.layers:
-        layer.forward = torch.compile(layer.forward)
+        layer.forward = torch.compile(layer.forward, backend=backend)

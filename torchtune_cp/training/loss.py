@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtune_cp.errors import UserError
+from torchtune_cp.training.vocab_parallel import (
+    VocabShard,
+    local_vocab_shard,
+    vocab_parallel_loss_and_grad,
+)
 
 
 def _chunk_loss_and_grad(
@@ -50,7 +56,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, ignore_index: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk: int,
+        ignore_index: int,
+        shard: VocabShard | None,
     ) -> Tensor:
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=accumulate)
@@ -61,7 +73,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             h, y = hidden[part], labels[part]
             logits = h @ weight.t()
-            loss, grad = _chunk_loss_and_grad(logits.to(accumulate), y, ignore_index)
+            logits = logits.to(accumulate)
+            if shard is None:
+                loss, grad = _chunk_loss_and_grad(logits, y, ignore_index)
+            else:
+                loss, grad = vocab_parallel_loss_and_grad(logits, y, ignore_index, shard)
             total += loss
             del logits
             grad = grad.to(hidden.dtype)
@@ -77,7 +93,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         if ctx.scaled:
             raise RuntimeError(
                 "LinearCrossEntropyLoss: backward was called a second time (retain_graph=True);"
@@ -88,7 +104,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         # In place: a second copy of the head's gradient would be the step's peak of memory.
         grad_hidden.mul_(grad.to(grad_hidden.dtype))
         grad_weight.mul_(grad.to(grad_weight.dtype))
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 class LinearCrossEntropyLoss:
@@ -129,7 +145,9 @@ class LinearCrossEntropyLoss:
 
         Args:
             hidden: [batch, seq, d], after the last norm.
-            weight: [v, d], the output projection.
+            weight: [v, d], the output projection. Under tensor parallelism both are DTensors, ``hidden``
+                replicated and ``weight`` cut along v; then each rank takes the logits of its own v / tp
+                token ids only.
             labels: [batch, seq], already shifted; ``ignore_index`` where nothing is to be predicted.
 
         Returns:
@@ -137,19 +155,28 @@ class LinearCrossEntropyLoss:
             depends on ``hidden`` and ``weight`` even where no label counts: their gradient is then 0.
             Its backward can be called once.
         """
+        shard = None
+        if isinstance(weight, DTensor):
+            assert isinstance(hidden, DTensor), "the weight is sharded, hidden states are not"
+            hidden, weight, shard = local_vocab_shard(hidden, weight)
         hidden = hidden.reshape(-1, hidden.size(-1))
         labels = labels.reshape(-1)
         chunk = self.chunk_tokens(hidden.size(0))
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             total: Tensor = _FusedLinearCrossEntropy.apply(
-                hidden, weight, labels, chunk, self.ignore_index
+                hidden, weight, labels, chunk, self.ignore_index, shard
             )
             return total
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, hidden.size(0), chunk):
             part = slice(start, start + chunk)
             logits = (hidden[part] @ weight.t()).to(total.dtype)
-            total += F.cross_entropy(
-                logits, labels[part], ignore_index=self.ignore_index, reduction="sum"
-            )
+            if shard is None:
+                total += F.cross_entropy(
+                    logits, labels[part], ignore_index=self.ignore_index, reduction="sum"
+                )
+            else:
+                total += vocab_parallel_loss_and_grad(
+                    logits, labels[part], self.ignore_index, shard
+                )[0]
         return total

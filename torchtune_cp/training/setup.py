@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +15,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
-from torchtune_cp.data import TokenDataLoader, build_dataloader
+from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
 from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
+from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.report import RunReport
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.compile import compile_layers
-from torchtune_cp.training.memory import apply_activation_checkpointing
+from torchtune_cp.training.fp8 import convert_to_float8
+from torchtune_cp.training.memory import (
+    apply_activation_checkpointing,
+    apply_activation_offloading,
+    apply_selective_checkpointing,
+)
+from torchtune_cp.training.optim_in_bwd import OptimizerInBackward
 from torchtune_cp.training.profiler import setup_torch_profiler
+from torchtune_cp.training.step import gradient_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -70,12 +79,13 @@ def build_model(
     Args:
         cfg: The run's config.
         checkpointer: Where the weights come from.
-        meshes: Parameters are sharded over ``meshes.fsdp``.
+        meshes: Parameters are sharded over ``meshes.tp`` and ``meshes.fsdp``.
         device: Where the shards live.
         seed: Of the weights when they are random.
 
     Raises:
-        UserError: The config names something that is no decoder, or weights of another model.
+        UserError: The config names something that is no decoder, or weights of another model,
+            or sizes do not divide by ``tensor_parallel_dim``.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -84,20 +94,38 @@ def build_model(
             f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
             " this recipe trains the decoders of torchtune_cp.models"
         )
+    if cfg.enable_fp8_training:
+        convert_to_float8(
+            model,
+            cfg.fp8_recipe_name,
+            device,
+            emulate=cfg.fp8_emulate,
+            tp=meshes.tp.size(),
+            float8_all_gather=not cfg.fsdp_cpu_offload,
+        )
+    if meshes.tp.size() > 1:
+        plan = cfg.tensor_parallel_plan
+        apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
+    elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
+        apply_activation_checkpointing(model, int(str(cfg.ac_option)))
     elif cfg.ac_mode == "selective":
-        apply_activation_checkpointing(model, int(cfg.ac_option or 1))
+        apply_selective_checkpointing(model, keep_kv=cfg.ac_option == "op_kv")
     if _compiles(cfg.compile, "model"):
         compile_layers(model)
+    if cfg.enable_activation_offloading:
+        apply_activation_offloading(model, device)
     shard_model(
         model,
         meshes.fsdp,
         dtype=DTYPES[cfg.dtype],
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         custom_sharded_layers=cfg.custom_sharded_layers,
+        offload=cfg.fsdp_cpu_offload,
     )
-    materialize(model, checkpointer.source(model, seed), device)
+    shards_on = torch.device("cpu") if cfg.fsdp_cpu_offload else device
+    materialize(model, checkpointer.source(model, seed), shards_on)
     return model
 
 
@@ -107,8 +135,10 @@ def _compiles(setting: bool | DictConfig, part: str) -> bool:
 
 def build_optimizer(
     cfg: FullFinetuneConfig, model: TransformerDecoder, total_steps: int
-) -> tuple[Optimizer, LRScheduler | None]:
+) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
+
+    With ``optimizer_in_bwd`` it steps inside backward; it and its schedule are used as ever.
 
     Args:
         cfg: The run's config.
@@ -116,12 +146,17 @@ def build_optimizer(
         total_steps: Optimizer steps of the whole run.
 
     Returns:
-        The optimizer and the schedule (stepped once per optimizer step) or None.
+        The optimizer, the schedule (stepped once per optimizer step) or None, and what gives the norm
+        of the last backward's gradient on every rank (to be called once, before the next step).
     """
     optimizer = instantiate(cfg.optimizer, model.parameters())
+    norm: Callable[[], torch.Tensor] = partial(gradient_norm, model)
+    if cfg.optimizer_in_bwd:
+        norm = OptimizerInBackward(optimizer).gradient_norm
     if cfg.lr_scheduler is None:
-        return optimizer, None
-    return optimizer, instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)
+        return optimizer, None, norm
+    scheduler = instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)
+    return optimizer, scheduler, norm
 
 
 def build_profiler(cfg: FullFinetuneConfig) -> Any:
@@ -187,6 +222,9 @@ def build_loader(
     collate = component_callable(cfg.collate_fn)
     if max_tokens is not None:
         collate = partial(_collate_at_most, collate, max_tokens)
+    if _compiles(cfg.compile, "model"):
+        cuts = [n for n in (max_tokens, getattr(tokenizer, "max_seq_len", None)) if n is not None]
+        collate = bucketed(collate, longest=min(cuts, default=None))
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,

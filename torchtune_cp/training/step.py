@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from torchtune_cp.training.optim_in_bwd import GradientNorm
 
 IGNORE_INDEX = -100
 
@@ -58,15 +59,20 @@ def sum_over(mesh: DeviceMesh, *values: float | Tensor, device: torch.device) ->
 def gradient_norm(model: nn.Module) -> Tensor:
     """The 2-norm of all gradients over all ranks, in float32.
 
+    Parameters may be sharded over different meshes, or over different dimensions of one (a norm's scale
+    under tensor parallelism is whole where a matrix is cut): each counts once.
+
     Args:
         model: After backward; parameters may be sharded (DTensor).
 
     Returns:
         A scalar tensor, the same on every rank.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads)
-    return total.full_tensor() if isinstance(total, DTensor) else total
+    norm = GradientNorm()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            norm.add(parameter.grad)
+    return norm.total()
 
 
 def clip_gradients(model: nn.Module, max_norm: float, total_norm: Tensor) -> None:

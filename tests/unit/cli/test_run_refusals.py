@@ -71,7 +71,17 @@ def test_a_bad_command_or_config_is_one_line(
 
 def test_every_problem_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     lines = refused(capsys, RECIPE, *TINY, "epohcs=2", "batch_size=0", "tensor_parallel_dim=2")
-    assert len(lines) == 4  # the fourth: 2 does not divide the world of 1
+    assert len(lines) == 3  # the third: 2 does not divide the world of 1
+
+
+def test_heads_that_tensor_parallelism_cannot_give_out_are_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ["model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=258"]
+    command = ["--nproc_per_node", "4", RECIPE, *TINY, *sizes]
+    (heads, vocab) = refused(capsys, *command, "tensor_parallel_dim=4")
+    assert "tensor_parallel_dim: 4 does not divide the model's num_kv_heads of 2" in heads
+    assert "vocab_size of 258" in vocab
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

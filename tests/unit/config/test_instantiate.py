@@ -238,7 +238,7 @@ def test_each_torchtune_name_in_the_table_finds_its_equivalent(name: str) -> Non
         ("torchtune.models.llama3.llama3_9b", "did you mean torchtune.models.llama3.llama3_"),
         ("torchtune.datasets.samsum_dataset", "instruct_dataset"),
         ("torchtune.rlhf.loss.DPOLoss", "only supervised"),
-        ("torchtune.models.llama3.base_llama_tp_plan", "tensor parallelism"),
+        ("torchtune.models.llama4.decoder_only_tp_plan", "tensor_parallel_plan=null"),
     ],
 )
 def test_a_torchtune_name_without_equivalent_is_refused_with_what_to_use(

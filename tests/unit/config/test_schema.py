@@ -22,7 +22,7 @@ resume_from_checkpoint save_every_n_steps enable_async_checkpointing
 context_parallel_dim context_parallel_rotate_method tensor_parallel_dim tensor_parallel_plan
 data_parallel_shard_dim data_parallel_replicate_dim fsdp_cpu_offload fsdp_reshard_after_forward
 enable_activation_checkpointing enable_activation_offloading ac_mode ac_option
-enable_fp8_training fp8_recipe_name custom_sharded_layers
+enable_fp8_training fp8_recipe_name fp8_emulate custom_sharded_layers
 metric_logger log_every_n_steps log_peak_memory_stats log_level profiler context_parallel_method
 """
 
@@ -59,7 +59,6 @@ def test_all_problems_are_reported_at_once() -> None:
         batch_size=0,
         shuffle="yes please",
         dtype="fp16",
-        tensor_parallel_dim=2,
         run_val_every_n_steps=5,
         context_parallel_dim=3,
     )
@@ -68,7 +67,6 @@ def test_all_problems_are_reported_at_once() -> None:
         "shuffle",
         "batch_size",
         "dtype",
-        "tensor_parallel_dim",
         "run_val_every_n_steps",
         "data_parallel_replicate_dim",
     ]
@@ -163,11 +161,6 @@ def test_a_misspelt_variable_gets_the_nearest_key() -> None:
 
 
 ASKS_FOR = {
-    "tensor_parallel_dim": 2,
-    "optimizer_in_bwd": True,
-    "enable_fp8_training": True,
-    "enable_activation_offloading": True,
-    "fsdp_cpu_offload": True,
     "resume_from_checkpoint": True,
     "save_every_n_steps": 10,
     "enable_async_checkpointing": True,
@@ -203,10 +196,52 @@ def test_values_that_contradict_each_other_are_refused() -> None:
         in problems(ac_mode="selective", ac_option=2, enable_activation_checkpointing=True)[0]
     )
     assert problems(ac_mode="selective", ac_option=2) == []
-    assert "by operator" in problems(ac_mode="selective", ac_option="op")[0]
     loss = {"_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss"}
     assert "set loss.ignore_index=-100" in problems(loss={**loss, "ignore_index": -1})[0]
     assert problems(loss={**loss, "ignore_index": -100}) == []
+    by_op = {"ac_mode": "selective", "ac_option": "op"}
+    assert problems(**by_op, compile=True, context_parallel_rotate_method="alltoall") == []
+    by_op["ac_option"] = "op_kv"
+    assert problems(**by_op) == []
+    assert problems(**by_op, compile=True, context_parallel_rotate_method="alltoall") == [
+        "context_parallel_rotate_method: must be allgather with ac_option=op_kv",
+        "compile: must be false with ac_option=op_kv; ac_option=op can be compiled",
+    ]
+    by_op["ac_option"] = "ops"
+    assert "expected one of N (checkpoint every N-th layer), op " in problems(**by_op)[0]
+    in_backward = problems(optimizer_in_bwd=True, gradient_accumulation_steps=2, clip_grad_norm=1.0)
+    assert in_backward == [
+        "gradient_accumulation_steps: must be 1 with optimizer_in_bwd=true",
+        "clip_grad_norm: must be null with optimizer_in_bwd=true",
+    ]
+    assert problems(optimizer_in_bwd=True) == []
+
+
+def test_float8_that_no_kernel_computes_is_refused() -> None:
+    fp8 = {"enable_fp8_training": True, "device": "cuda", "dtype": "fp32"}
+    (line,) = problems(**fp8, fp8_recipe_name="rowwise")
+    assert line.startswith("dtype: must be bf16 with fp8_recipe_name=rowwise")
+    assert problems(**fp8, fp8_recipe_name="rowwise", fp8_emulate=True) == []
+    assert problems(**fp8 | {"dtype": "bf16"}, fp8_recipe_name="rowwise") == []
+    assert problems(**fp8, fp8_recipe_name="tensorwise") == []
+    assert problems(**fp8 | {"enable_fp8_training": False}, fp8_recipe_name="rowwise") == []
+    assert problems(**fp8, tensor_parallel_dim=2) == []
+    (line,) = problems(**fp8, tensor_parallel_dim=2, compile=True)
+    assert line.startswith("compile: must be false with enable_fp8_training=true")
+
+
+def test_compiled_tensor_parallel_layers_are_not_checkpointed() -> None:
+    compiled = {"tensor_parallel_dim": 2, "compile": True}
+    for checkpointing in (
+        {"enable_activation_checkpointing": True},
+        {"ac_mode": "full"},
+        {"ac_mode": "selective", "ac_option": 2},
+    ):
+        (line,) = problems(**compiled, **checkpointing)
+        assert line.startswith("compile: must be false with tensor_parallel_dim above 1")
+        assert problems(**compiled | {"compile": {"model": False}}, **checkpointing) == []
+        assert problems(**compiled | {"tensor_parallel_dim": 1}, **checkpointing) == []
+    assert problems(**compiled, ac_mode="none") == []
 
 
 @pytest.mark.parametrize(

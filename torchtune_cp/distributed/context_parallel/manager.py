@@ -21,6 +21,16 @@ from torchtune_cp.errors import UserError
 ROTATE_METHODS = ("allgather", "alltoall")
 
 
+def _pad(batch: dict[str, torch.Tensor], divisor: int, is_causal: bool) -> dict[str, torch.Tensor]:
+    padded = pad_batch(batch, divisor)
+    if not is_causal and padded["tokens"].shape != batch["tokens"].shape:
+        raise UserError(
+            f"a sequence of {batch['tokens'].size(1)} tokens with is_causal=False: every token would"
+            f" attend to the padding, for no mask hides it; give a length that divides by {divisor}"
+        )
+    return padded
+
+
 @contextlib.contextmanager
 def context_parallel(
     cp_mesh: DeviceMesh | None,
@@ -39,7 +49,7 @@ def context_parallel(
 
     Args:
         cp_mesh: One-dimensional mesh of the ranks that share each sequence; None, or of size 1, yields
-            the batch unchanged.
+            the whole batch, padded only if ``pad_to_multiple_of`` asks for it.
         batch: ``tokens`` [b, s] and optionally ``labels`` (already shifted), ``input_pos`` [b, s]. It is
             left as it is: what is yielded are copies.
         is_causal: Whether the model's attention is causal. Decides the layout: head-tail balanced for
@@ -58,6 +68,9 @@ def context_parallel(
             bidirectional sequence that would need padding.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
+        # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
+        if pad_to_multiple_of > 1:
+            batch = _pad(batch, pad_to_multiple_of, is_causal)
         yield batch
         return
     if rotate_method not in ROTATE_METHODS:
@@ -67,12 +80,7 @@ def context_parallel(
     if cp_mesh.ndim != 1:
         raise UserError(f"cp_mesh must have one dimension, not {cp_mesh.mesh_dim_names}")
     divisor = math.lcm(2 * cp_mesh.size(), pad_to_multiple_of)
-    local = pad_batch(batch, divisor)
-    if not is_causal and local["tokens"].shape != batch["tokens"].shape:
-        raise UserError(
-            f"a sequence of {batch['tokens'].size(1)} tokens with is_causal=False: every token would"
-            f" attend to the padding, for no mask hides it; give a length that divides by {divisor}"
-        )
+    local = _pad(batch, divisor, is_causal)
     with ring_attention(
         cp_mesh,
         buffers=list(local.values()),

@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+# 2.13.0: clears what DTensor remembers of earlier operators, in Python and in C++.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 # 2.13.0: the ring template, its options and the table of DTensor handlers live here.
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
 from torch.distributed.tensor._utils import (  # isort: skip
@@ -37,6 +41,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
         name: The flattened dimension's name.
     """
     return mesh if mesh.ndim == 1 and mesh.mesh_dim_names == (name,) else mesh._flatten(name)
+
+
+def forget_earlier_meshes() -> None:
+    """Clear the caches whose keys are meshes, for a process that closed one process group and opened another.
+
+    Meshes of the same ranks and names are equal, so a cache would hand out the earlier one, whose groups
+    are closed.
+    """
+    _clear_sharding_prop_cache()
+    _patched_sdpa.clear()
 
 
 # --- the CPU kernel in torch's ring template (2.13.0) ---------------------------------------------
@@ -125,6 +139,130 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
     _cpu_backward_handler
 )
 
+# --- keys and values kept from forward to backward (2.13.0) --------------------------------------
+#
+# The template gathers all ranks' keys and values in forward, drops them, and gathers the same bytes
+# again in backward. Its rotaters, which do that, come from one function of its module; one that is
+# given its buffer gathers nothing. The buffer is found again through the storage of the logsumexp,
+# which autograd saves, and dies with it.
+
+_keeps_kv = False
+_kept_kv: dict[StorageWeakRef, torch.Tensor] = {}
+
+#: Where each backward operator takes the logsumexp.
+_LOGSUMEXP_ARG = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+    aten._scaled_dot_product_flash_attention_backward.default: 5,
+    aten._scaled_dot_product_efficient_attention_backward.default: 6,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
+}
+
+
+def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    with torch.no_grad():
+        return StorageWeakRef(_local(tensor).untyped_storage())
+
+
+@contextlib.contextmanager
+def _seeing_kv_rotaters(see: Callable[[Any], None]) -> Generator[None, None, None]:
+    module: Any = cp_impl  # whose function is replaced for a while
+    original = module._create_rotater
+
+    def create(group: Any, seq_dim: int, method: Any = None) -> Any:
+        rotater = original(group, seq_dim, method)
+        # Gradients are always rotated all-to-all, by a rotater that is asked for by name.
+        if method is None and isinstance(rotater, cp_impl._AllGatherRotater):
+            see(rotater)
+        return rotater
+
+    module._create_rotater = create
+    try:
+        yield
+    finally:
+        module._create_rotater = original
+
+
+def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _keeps_kv:
+            return handler(op_call, args, kwargs)
+        rotaters: list[Any] = []
+        with _seeing_kv_rotaters(rotaters.append):
+            out = handler(op_call, args, kwargs)
+        for dead in [key for key in _kept_kv if key.expired()]:
+            del _kept_kv[dead]
+        for rotater in rotaters:
+            _kept_kv[_storage_of(out[1])] = rotater._aggregated_buffer
+        return out
+
+    return forward
+
+
+def _is_traced() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@torch.library.custom_op(
+    "torchtune_cp::after", mutates_args=(), schema="(Tensor tensor, Tensor earlier) -> Tensor"
+)
+def _copy_after(tensor: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@_copy_after.register_fake
+def _(tensor: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _after(tensor: DTensor, gradient: DTensor) -> DTensor:
+    """The same values, as the result of an operator that also takes the gradient.
+
+    To the compiler, gathering the keys and values for backward needs nothing of backward: it would move
+    the second gather into forward and keep what it brings, the whole sequence's KV of every layer, even
+    where all is to be recomputed. An operator that it cannot look into holds it back.
+    """
+    return _like(tensor, _copy_after(_local(tensor), _local(gradient)))
+
+
+def _using_kept(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_traced():
+            gradient, query, key, value, *rest = args
+            args = (gradient, query, _after(key, gradient), _after(value, gradient), *rest)
+        kept = _kept_kv.pop(_storage_of(args[_LOGSUMEXP_ARG[op_call]]), None) if _kept_kv else None
+        if kept is None:
+            return handler(op_call, args, kwargs)
+        with _seeing_kv_rotaters(lambda r: setattr(r, "_aggregated_buffer", kept)):
+            return handler(op_call, args, kwargs)
+
+    return backward
+
+
+for _op, _handler in list(cp_impl.custom_ops.items()):
+    cp_impl.custom_ops[_op] = (_using_kept if _op in _LOGSUMEXP_ARG else _keeping)(_handler)
+
+
+def keep_gathered_kv(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let attention inside ``forward`` keep the gathered keys and values for its backward.
+
+    Costs the memory of the whole sequence's KV until then, saves gathering it again. Has an effect
+    under context parallelism with the rotate method ``allgather``, in eager mode.
+
+    Args:
+        forward: Called with gradients on; what backward calls of it again keeps nothing.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _keeps_kv
+        saved, _keeps_kv = _keeps_kv, torch.is_grad_enabled()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _keeps_kv = saved
+
+    return run
+
+
 #: The patched ``scaled_dot_product_attention`` of the last mesh, by layout, made at its first use. torch
 #: makes a new closure each time its context manager is entered: torch.compile would then recompile every
 #: step. Only the last mesh's is kept, compared by identity: an equal mesh of a process group that was
@@ -160,6 +298,11 @@ def _guarded(
             raise NotImplementedError(
                 f"attention with is_causal={is_causal} inside context_parallel(...,"
                 f" is_causal={causal_layout}): the sequence was cut for the other kind"
+            )
+        if query.is_cuda and query.dtype == torch.float32 and key.size(1) != query.size(1):
+            raise NotImplementedError(
+                "grouped-query attention in float32 under context parallelism on CUDA: torch has no"
+                " fused kernel for it to put into the ring; set dtype=bf16"
             )
         return torch_sdpa(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

@@ -1,0 +1,93 @@
+"""The combinations that a config may not ask for, as docs/composability.md lists them.
+
+Each line is made by the rules themselves (``torchtune_cp.config.combinations``) from an example that
+breaks one; a test sees to it that no rule is without an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtune_cp.config.combinations import (
+    NOT_YET,
+    combination_problems,
+    degrees_problem,
+    tensor_parallel_problems,
+)
+
+#: One example for every sentence that a rule can say.
+EXAMPLES: tuple[Mapping[str, Any], ...] = (
+    {"dataset": {"packed": True}},
+    {"run_val_every_n_steps": 5, "dataset_val": None},
+    {"enable_activation_checkpointing": True, "ac_mode": "selective", "ac_option": 2},
+    {"ac_mode": "selective", "ac_option": None},
+    {"ac_mode": "selective", "ac_option": "attention"},
+    {
+        "ac_mode": "selective",
+        "ac_option": "op_kv",
+        "context_parallel_rotate_method": "alltoall",
+    },
+    {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
+    {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
+    {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
+    {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
+    {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
+    {
+        "enable_fp8_training": True,
+        "fp8_recipe_name": "rowwise",
+        "device": "cuda",
+        "dtype": "fp32",
+    },
+)
+
+#: A run of the wrong size, and a model that cannot be cut: they depend on more than the config.
+_DEGREES = {
+    "data_parallel_replicate_dim": 1,
+    "data_parallel_shard_dim": 2,
+    "context_parallel_dim": 2,
+    "tensor_parallel_dim": 1,
+}
+_SIZES = {"num_heads": 32, "num_kv_heads": 2, "intermediate_dim": 4096, "vocab_size": 32000}
+
+
+def _spelt(values: Mapping[str, Any], prefix: str = "") -> str:
+    parts = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            parts.append(_spelt(value, f"{prefix}{key}."))
+        else:
+            said = {"True": "true", "False": "false", "None": "null"}.get(str(value), value)
+            parts.append(f"`{prefix}{key}: {said}`")
+    return ", ".join(parts)
+
+
+def refusals() -> list[tuple[str, str]]:
+    """What is refused: an example, and what the rules say about it."""
+    unavailable = {rule.key for rule in NOT_YET}
+    lines = []
+    for values in EXAMPLES:
+        said = combination_problems(values)
+        # An option that is not available at all stands in the list of those.
+        said = [s for s in said if s.partition(":")[0] not in unavailable]
+        if said and not unavailable & values.keys():
+            lines.append((_spelt(values), "; ".join(said)))
+    eight = degrees_problem(_DEGREES, 8)
+    assert eight is not None
+    lines.append(("a product of degrees that is not the number of processes", eight))
+    (heads,) = tensor_parallel_problems(_SIZES, 4)
+    lines.append(("`tensor_parallel_dim: 4`, a model with 2 KV heads", heads))
+    return lines
+
+
+def render_refusals() -> str:
+    """Lay out the refused combinations and the options that are not available, as Markdown."""
+    lines = ["| together | refused with |", "| --- | --- |"]
+    lines += [f"| {example} | {said.replace('|', chr(92) + '|')} |" for example, said in refusals()]
+    if NOT_YET:
+        keys = ", ".join(f"`{rule.key}`" for rule in NOT_YET)
+        lines += [
+            "",
+            f"Not available at all, and refused with any other value than the default: {keys}.",
+        ]
+    return "\n".join([*lines, ""])
