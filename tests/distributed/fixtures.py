@@ -76,6 +76,12 @@ def uneven_samples(tokenizer: Any = None) -> Samples:
     )
 
 
+def one_unlabelled_micro_batch(tokenizer: Any = None) -> Samples:
+    """The uneven samples in an order in which the second pair has no label at all."""
+    samples = uneven_samples().samples
+    return Samples([samples[i] for i in (0, 1, 3, 5, 2, 4)])
+
+
 def long_sample(tokenizer: Any = None) -> Samples:
     """One sample of 2,999 tokens (a prime, so that no mesh divides it), all of them labelled."""
     g = torch.Generator().manual_seed(2)

@@ -54,6 +54,16 @@ def _layouts(world):
             },
         )
     yield (
+        "one_micro_batch_without_any_label",
+        {
+            "context_parallel_dim": world,
+            "dataset": {"_component_": "tests.distributed.fixtures.one_unlabelled_micro_batch"},
+            "gradient_accumulation_steps": 3,
+            "batch_size": 2,
+            "optimizer": {"lr": LR},
+        },
+    )
+    yield (
         "length_2999",
         {
             "context_parallel_dim": world,
@@ -94,7 +104,7 @@ def test_weights_loss_and_norm_equal_a_plain_loop_after_one_step(tmp_path, world
     for name, overrides in _layouts(world):
         cfgs.append(recipe_config(tmp_path / "base", tmp_path / name, **overrides))
         samples = cfgs[-1].dataset["_component_"].rpartition(".")[2]
-        expected[name] = references[samples]
+        expected[name] = references[samples.replace("one_unlabelled_micro_batch", "uneven_samples")]
     run_ranks(world, run_recipe, cfgs, tmp_path / "stores")
     for name, reference in expected.items():
         (line,) = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
