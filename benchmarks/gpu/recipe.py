@@ -1,4 +1,7 @@
-"""The recipe on the GPU against the same run on the CPU: ``tiny/llama_cpu``, fp32 and bf16."""
+"""The recipe on the GPU against the same run on the CPU, and with each option against without it.
+
+``tiny/llama_cpu``, fp32 and bf16.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,31 @@ GRAD_NORM_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 LIMIT_S = 100
 
 
-def run_recipe(device: str, dtype: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
+#: Options of the recipe, each held against the same run without it on the same device: those that
+#: change where or when something is computed but not what, within fp32's tolerance; float8 rounds, to
+#: 2 digits, and is held to what it is held to on a CPU.
+OPTIONS: dict[str, tuple[str, list[str]]] = {
+    "activation checkpointing": ("fp32", ["enable_activation_checkpointing=true"]),
+    "checkpointing by operator": ("fp32", ["ac_mode=selective", "ac_option=op"]),
+    "activation offloading": ("fp32", ["enable_activation_offloading=true"]),
+    "parameters on the CPU": ("fp32", ["fsdp_cpu_offload=true"]),
+    "optimizer in backward": ("fp32", ["optimizer_in_bwd=true"]),
+    "compile": ("fp32", ["compile=true"]),
+    "float8": ("bf16", ["enable_fp8_training=true", "fp8_recipe_name=tensorwise"]),
+}
+FLOAT8_LOSS_TOLERANCE = 1e-2
+
+
+def run_recipe(
+    device: str, dtype: str, folder: Path, options: list[str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
     """Run the recipe in a process of its own.
 
     Args:
         device: The config key.
         dtype: The config key.
         folder: Becomes the run's ``output_dir``.
+        options: Further ``key=value`` overrides.
 
     Returns:
         The lines of ``metrics.jsonl`` and the command.
@@ -44,6 +65,8 @@ def run_recipe(device: str, dtype: str, folder: Path) -> tuple[list[dict[str, An
     """
     arguments = ["run", "full_finetune_distributed", "--config", "tiny/llama_cpu"]
     arguments += [f"device={device}", f"dtype={dtype}", f"max_steps_per_epoch={STEPS}"]
+    # Without clipping: an optimizer that steps in backward cannot have it, and all runs are compared.
+    arguments += ["clip_grad_norm=null", *(options or [])]
     # A run must not depend on how many cores the others leave it.
     threads = os.environ.get("OMP_NUM_THREADS", "2")
     done = subprocess.run(
@@ -68,7 +91,12 @@ def run_recipe(device: str, dtype: str, folder: Path) -> tuple[list[dict[str, An
     return [json.loads(line) for line in lines], " ".join(["tune", *arguments])
 
 
-def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
+def compare(
+    ours: list[dict[str, Any]],
+    theirs: list[dict[str, Any]],
+    loss_tolerance: float,
+    norm_tolerance: float,
+) -> dict[str, Any]:
     """Compare two runs' metrics; the row's status says whether all lie within the tolerances."""
 
     def series(lines: list[dict[str, Any]], key: str) -> list[float]:
@@ -83,8 +111,8 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], dtype: str
     good = (
         len(losses) == STEPS
         and same_tokens
-        and all(d <= LOSS_TOLERANCES[dtype] for d in losses + validation)
-        and norms[0] <= GRAD_NORM_TOLERANCES[dtype]
+        and all(d <= loss_tolerance for d in losses + validation)
+        and norms[0] <= norm_tolerance
     )
     return {
         "status": "passed" if good else "failed",
@@ -94,20 +122,21 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], dtype: str
         "largest_loss_difference": max(losses),
         "largest_val_loss_difference": max(validation),
         "first_grad_norm_difference": norms[0],
-        "tolerance": LOSS_TOLERANCES[dtype],
+        "tolerance": loss_tolerance,
         "losses": series(ours, "loss"),
-        "losses_cpu": series(theirs, "loss"),
+        "losses_reference": series(theirs, "loss"),
     }
 
 
 def run(setting: Setting) -> str:
-    """Run the recipe four times and compare; returns the part's status."""
+    """Run the recipe on both devices, and on this one with each option; returns the part's status."""
     report = Report(
         "recipe",
         setting,
         tolerances={
             **{f"loss_{name}": value for name, value in LOSS_TOLERANCES.items()},
             **{f"first_grad_norm_{name}": value for name, value in GRAD_NORM_TOLERANCES.items()},
+            "loss_float8": FLOAT8_LOSS_TOLERANCE,
             "reason": "relative; fp32: rounding in another order, enlarged by ten AdamW steps;"
             " bf16: activations of 3 digits; see benchmarks/gpu/recipe.py",
         },
@@ -121,6 +150,10 @@ def run(setting: Setting) -> str:
             pool.submit(run_recipe, device, dtype, Path(folder) / str(number))
             for number, (device, dtype) in enumerate(runs)
         ]
+        with_option = {
+            name: pool.submit(run_recipe, setting.device, dtype, Path(folder) / name, options)
+            for name, (dtype, options) in OPTIONS.items()
+        }
         for dtype, here, cpu in zip(("fp32", "bf16"), started[::2], started[1::2], strict=True):
             try:
                 ours, command = here.result()
@@ -128,6 +161,19 @@ def run(setting: Setting) -> str:
             except (RuntimeError, subprocess.TimeoutExpired, OSError) as error:
                 report.add("failed", dtype=dtype, error=short(error, 1500))
                 continue
-            row = compare(ours, theirs, dtype)
+            row = compare(ours, theirs, LOSS_TOLERANCES[dtype], GRAD_NORM_TOLERANCES[dtype])
             report.add(row.pop("status"), dtype=dtype, command=command, **row)
+        plain = dict(zip(("fp32", "bf16"), started[::2], strict=True))
+        for name, future in with_option.items():
+            dtype = OPTIONS[name][0]
+            try:
+                ours, command = future.result()
+                theirs, _ = plain[dtype].result()
+            except (RuntimeError, subprocess.TimeoutExpired, OSError) as error:
+                report.add("failed", dtype=dtype, option=name, error=short(error, 1500))
+                continue
+            loose = FLOAT8_LOSS_TOLERANCE if name == "float8" else LOSS_TOLERANCES[dtype]
+            norm = 5e-2 if name == "float8" else GRAD_NORM_TOLERANCES[dtype]
+            row = compare(ours, theirs, loose, norm)
+            report.add(row.pop("status"), dtype=dtype, option=name, command=command, **row)
     return report.finish()

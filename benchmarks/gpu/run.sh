@@ -32,11 +32,12 @@ done
 [[ "$device" == cuda || "$device" == cpu ]] || { echo "error: --device is cuda or cpu" >&2; exit 2; }
 [[ ${#parts[@]} -gt 0 ]] || parts=(attention recipe loss throughput)
 
-# Seconds for each part: 490 in all. A rehearsal may share its machine with anything: thrice that.
+# Seconds for each part: 530 in all. A rehearsal may share its machine with anything: thrice that.
 limit() {
   local seconds=150
   case "$1" in
-    recipe) seconds=130 ;;
+    recipe) seconds=200 ;;
+    throughput) seconds=120 ;;
     loss) seconds=60 ;;
   esac
   [[ "$device" == cuda ]] || seconds=$((3 * seconds))
