@@ -506,7 +506,10 @@ def _differences(
         shown = []
         for mesh in meshes:
             found = cells.get(_key(mesh, options))
-            shown.append(_shown(found and Cell(**found), options, notes))
+            if mesh is ONE and tolerance_of(options) is not EXACT:
+                shown.append("the reference")
+            else:
+                shown.append(_shown(found and Cell(**found), options, notes))
         lines.append(f"| {name_of(options)} | " + " | ".join(shown) + " |")
     return lines
 
@@ -533,7 +536,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "",
         *_differences(figures, list(pairs()), PAIR_MESHES, notes),
         "",
-        "### Peak activation bytes of a rank",
+        "### Peak activation bytes of a rank, in MiB",
         "",
         *_memory(figures),
         "",
