@@ -230,27 +230,31 @@ def build_ours(
     return step
 
 
+def llama_config(sizes: dict[str, int], **other: Any) -> Any:
+    """Transformers' config of an untied llama with a benchmark's sizes (this project's names)."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["embed_dim"],
+        intermediate_size=sizes["intermediate_dim"],
+        num_hidden_layers=sizes["num_layers"],
+        num_attention_heads=sizes["num_heads"],
+        num_key_value_heads=sizes["num_kv_heads"],
+        max_position_embeddings=sizes["max_seq_len"],
+        tie_word_embeddings=False,
+        **other,
+    )
+
+
 def build_transformers(seq_len: int) -> Callable[[str], Any]:
     """Build a training step of transformers' model of the same sizes in a plain loop."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from torchtune_cp.metrics import peak_memory_bytes
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=MODEL["vocab_size"],
-            hidden_size=MODEL["embed_dim"],
-            intermediate_size=MODEL["intermediate_dim"],
-            num_hidden_layers=MODEL["num_layers"],
-            num_attention_heads=MODEL["num_heads"],
-            num_key_value_heads=MODEL["num_kv_heads"],
-            max_position_embeddings=MODEL["max_seq_len"],
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-    )
+    model = LlamaForCausalLM(llama_config(MODEL, attn_implementation="sdpa", use_cache=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = real_tokens(seq_len)
 

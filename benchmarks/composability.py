@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, llama_config, machine
 from benchmarks.recipe_ranks import run_recipe
 from benchmarks.refusals import render_refusals
 from benchmarks.tables import CHECKOUT, with_tables
@@ -199,22 +199,10 @@ MODEL = {
 
 def save_base(folder: Path) -> None:
     """Write the small llama that all rows start from, with transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=MODEL["vocab_size"],
-            hidden_size=MODEL["embed_dim"],
-            intermediate_size=MODEL["intermediate_dim"],
-            num_hidden_layers=MODEL["num_layers"],
-            num_attention_heads=MODEL["num_heads"],
-            num_key_value_heads=MODEL["num_kv_heads"],
-            max_position_embeddings=MODEL["max_seq_len"],
-            tie_word_embeddings=False,
-            initializer_range=0.1,
-        )
-    ).save_pretrained(folder)
+    LlamaForCausalLM(llama_config(MODEL, initializer_range=0.1)).save_pretrained(folder)
 
 
 #: Beginnings of the standard library's files: real text, some files shorter than the limit.

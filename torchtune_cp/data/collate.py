@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.errors import UserError
 
-CROSS_ENTROPY_IGNORE_IDX = -100
+#: torchtune's name of it.
+CROSS_ENTROPY_IGNORE_IDX = IGNORE_INDEX
 
 
 def collate(

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.training.optim_in_bwd import GradientNorm
-
-IGNORE_INDEX = -100
 
 
 def micro_batches(
