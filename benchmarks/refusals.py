@@ -32,6 +32,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
+    {"optimizer_in_bwd": True, "on_nonfinite": "skip"},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
     {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {

@@ -22,6 +22,7 @@ from torchtune_cp.distributed.process_group import init_distributed, is_rank_zer
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
 from torchtune_cp.training.fp8 import precompute_float8_scales
+from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
 from torchtune_cp.training.seed import set_seed, shared_seed
 from torchtune_cp.training.setup import (
     build_loader,
@@ -87,6 +88,7 @@ def main(cfg: FullFinetuneConfig) -> None:
         total_steps,
     )
     report = build_report(cfg, total_steps, dims.world_size)
+    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes)
     timer = StepTimer(device)
 
     # --- the line where a sequence is cut: training and validation go through the same door ---
@@ -132,18 +134,20 @@ def main(cfg: FullFinetuneConfig) -> None:
                 (tokens,) = sum_over(meshes.dp, count_label_tokens(batches), device=device)
                 # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
                 scale = meshes.loss.size() / max(tokens, 1)
-                loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+                losses = []
                 for i, batch in enumerate(batches):
                     set_gradient_sync(model, i == len(batches) - 1)
                     with cut(to_device(batch, device)) as local:
                         loss = slice_loss(local)
                         (loss * scale).backward()
-                    loss_sum += loss.detach()
+                    losses.append(loss.detach())
                 grad_norm = gradient_norm()
-                if cfg.clip_grad_norm is not None:
-                    clip_gradients(model, cfg.clip_grad_norm, grad_norm)
+                totals = step_totals(meshes, losses, grad_norm, device)
                 lr = optimizer.param_groups[0]["lr"]
-                optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
+                if nonfinite.allows(totals, step=step + 1, losses=losses, batches=batches):
+                    if cfg.clip_grad_norm is not None:
+                        clip_gradients(model, cfg.clip_grad_norm, grad_norm)
+                    optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
                 optimizer.zero_grad(set_to_none=True)
                 if cfg.enable_fp8_training:
                     precompute_float8_scales(model)
@@ -151,19 +155,19 @@ def main(cfg: FullFinetuneConfig) -> None:
                     scheduler.step()
                 step += 1
 
-                (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
                 seconds = timer.stop()
                 report.step(
                     step=step,
                     epoch=epoch,
-                    loss=all_loss / max(tokens, 1),
-                    grad_norm=grad_norm.item(),
+                    loss=totals.loss_sum / max(tokens, 1),
+                    grad_norm=totals.grad_norm,
                     lr=lr,
                     tokens=int(tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
                     memory=memory_stats(device),
+                    nonfinite_steps=None if totals.finite else nonfinite.count,
                 )
                 profiler.step()
                 due = cfg.run_val_every_n_steps and step % cfg.run_val_every_n_steps == 0

@@ -120,6 +120,9 @@ def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("clip_grad_norm") is not None:
         # The norm is known only when the last gradient is, and then the others have been used.
         yield "clip_grad_norm: must be null with optimizer_in_bwd=true"
+    if values.get("on_nonfinite") == "skip":
+        # Weights have been stepped before the whole gradient is known.
+        yield "on_nonfinite: must be raise with optimizer_in_bwd=true"
 
 
 def _float8(values: Mapping[str, Any]) -> Iterator[str]:

@@ -93,6 +93,7 @@ class FullFinetuneConfig:
     clip_grad_norm: Annotated[float | None, Rule(above=0, spellings=(("inf", float("inf")),))] = (
         None
     )
+    on_nonfinite: Annotated[str, Rule(choices=("skip", "raise"))] = "raise"
 
     # Device, precision, compilation
     device: Annotated[str, Rule(choices=("cuda", "cpu"))] = "cuda"

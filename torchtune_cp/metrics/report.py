@@ -55,6 +55,7 @@ class RunReport:
         seconds: float,
         peak_memory_bytes: int,
         memory: Mapping[str, float],
+        nonfinite_steps: int | None = None,
     ) -> None:
         """Report an optimizer step.
 
@@ -68,6 +69,8 @@ class RunReport:
             seconds: Duration of the step.
             peak_memory_bytes: Of the rank with the most.
             memory: Further memory statistics by name, bytes.
+            nonfinite_steps: Steps left out so far because their loss or gradient was not finite, if
+                this is one of them.
         """
         if self._file is None:
             return
@@ -82,9 +85,10 @@ class RunReport:
             tokens_per_second=rate,
             step_time_s=seconds,
             peak_memory_bytes=peak_memory_bytes,
+            nonfinite_steps=nonfinite_steps,
         )
         self._progress.update(step, loss, rate)
-        if self._logger is not None and step % self._every == 0:
+        if self._logger is not None and (step % self._every == 0 or nonfinite_steps is not None):
             payload = {
                 "loss": loss,
                 "lr": lr,
@@ -95,6 +99,8 @@ class RunReport:
                 "step_time_s": seconds,
                 "peak_memory_bytes": peak_memory_bytes,
             }
+            if nonfinite_steps is not None:
+                payload["nonfinite_steps"] = nonfinite_steps
             self._logger.log_dict(payload | dict(memory if self._log_memory else {}), step)
 
     def validation(self, *, step: int, loss: float, tokens: int) -> None:
