@@ -20,6 +20,7 @@ from torchtune_cp.config.combinations import (
 EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"dataset": {"packed": True}},
     {"run_val_every_n_steps": 5, "dataset_val": None},
+    {"keep_best": True, "run_val_every_n_steps": None},
     {"loss": {"ignore_index": -1}},
     {"enable_activation_checkpointing": True, "ac_mode": "selective", "ac_option": 2},
     {"ac_mode": "selective", "ac_option": None},

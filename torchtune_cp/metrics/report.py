@@ -23,6 +23,7 @@ class RunReport:
         enabled: bool,
         log_every_n_steps: int = 1,
         log_memory: bool = False,
+        resume_step: int | None = None,
     ) -> None:
         """Open the metrics file and the progress display.
 
@@ -35,10 +36,14 @@ class RunReport:
             log_every_n_steps: How often the logger and the display hear of a step; the metrics file
                 hears of every one.
             log_memory: Whether the logger also gets the memory statistics.
+            resume_step: Steps that a continued run has done: the metrics file keeps their lines. None
+                starts it anew.
         """
-        self._file = MetricsFile(output_dir) if enabled else None
+        self._file = MetricsFile(output_dir, resume_step) if enabled else None
         self._logger = logger if enabled else None
-        self._progress = Progress(total_steps, enabled=enabled, every=log_every_n_steps)
+        self._progress = Progress(
+            total_steps, enabled=enabled, initial=resume_step or 0, every=log_every_n_steps
+        )
         self._world_size = world_size
         self._every = log_every_n_steps
         self._log_memory = log_memory
