@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_cp.cli.launcher import RunFailed, launch, world_size_of
+from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
 from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
 from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
@@ -75,13 +76,16 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
     source, overrides = split_argv(args.training_script_args)
     recipe = _locate_recipe(args)
     world_size = world_size_of(args)
+    settings = RunSettings()
     if source is not None:
         config_path = find_config(source)
         _refuse_torchrun_options(overrides, parser)
         if recipe is not None:
             trust_recipe_folder(recipe.path)
             sys.path.append(str(recipe.path.parent))
-        _check_before_start(load(config_path, overrides), recipe, args, world_size)
+        cfg = load(config_path, overrides)
+        _check_before_start(cfg, recipe, args, world_size)
+        settings = _settings(cfg)
         args.training_script_args = ["--config", str(config_path), *overrides]
     elif recipe is not None and recipe.is_shipped:
         raise ConfigError(
@@ -89,7 +93,33 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
         )
     if recipe is not None:
         args.training_script = str(recipe.path)
-    launch(args)
+    launch(args, settings)
+
+
+def _settings(cfg: DictConfig) -> RunSettings:
+    """Read what the launcher needs; a config of the user's own kind need not have any of it."""
+
+    def value(key: str, otherwise: Any) -> Any:
+        found = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+        return otherwise if found is None else found
+
+    output_dir = value("output_dir", None)
+    return RunSettings(
+        stop_grace_s=float(value("stop_grace_s", schema.FullFinetuneConfig.stop_grace_s)),
+        collective_timeout_s=float(
+            value("collective_timeout_s", schema.FullFinetuneConfig.collective_timeout_s)
+        ),
+        restart_point=None if output_dir is None else partial(_restart_point, Path(output_dir)),
+    )
+
+
+def _restart_point(output_dir: Path) -> str:
+    from torchtune_cp.checkpointing.training_state_store import list_checkpoints
+
+    complete = list_checkpoints(output_dir.expanduser() / "checkpoints")
+    if not complete:
+        return "; no checkpoint yet, so it starts from the beginning"
+    return f"; it continues from {complete[0]}"
 
 
 @dataclass(frozen=True)
