@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.distributed import Meshes, context_parallel
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
+from torchtune_cp.errors import RunStopped
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
 from torchtune_cp.training.fp8 import precompute_float8_scales
@@ -49,6 +51,7 @@ from torchtune_cp.training.step import (
     sum_over,
     to_device,
 )
+from torchtune_cp.training.stop import StopRequest
 
 
 @config.parse(schema=FullFinetuneConfig)
@@ -113,13 +116,19 @@ def main(cfg: FullFinetuneConfig) -> None:
         return model(local["tokens"], local.get("input_pos"), output_fn=head)
 
     def validate(step: int) -> float | None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh."""
+        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+
+        None without a validation set, and when a signal cut it short: a resumed run then repeats it.
+        """
         if val_loader is None:
             return None
         model.eval()
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
         with torch.no_grad():
             for batch in val_loader:
+                if stop.agreed():
+                    model.train()
+                    return None
                 tokens += count_label_tokens([batch])
                 with cut(to_device(batch, device)) as local:
                     loss_sum += slice_loss(local)
@@ -131,9 +140,19 @@ def main(cfg: FullFinetuneConfig) -> None:
         return val_loss
 
     # --- the loop -----------------------------------------------------------------------------
+    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
+
+    def leave(signal_name: str) -> NoReturn:
+        """End the run early, on all ranks together."""
+        checkpoints.close()
+        report.close()
+        raise RunStopped(signal_name, checkpoints.newest)
+
     model.train()
     if at.validation_due and not at.validated:
         validate(at.step)
+    if asked := stop.agreed():
+        leave(asked)
     with build_profiler(cfg) as profiler:
         for epoch in range(at.epoch, cfg.epochs):
             for batches in at.rest_of_epoch(epoch):
@@ -180,15 +199,19 @@ def main(cfg: FullFinetuneConfig) -> None:
                 profiler.step()
                 val_loss = validate(at.step) if at.validation_due else None
                 checkpoints.check()  # the error of a save in the background comes out here
-                if at.save_due:
+                asked = stop.agreed()
+                if at.save_due or asked:
                     record = run | at.record() | {"nonfinite_steps": nonfinite.count}
                     checkpoints.save(state, step=at.step, record=record, val_loss=val_loss)
+                if asked:
+                    leave(asked)
 
     # --- the result: a Hugging Face folder, written by all ranks, visible when complete -------
     folder = checkpointer.save_final(model, tokenizer, folder=output_dir / "final")
     checkpoints.close()
     report.close()
     log.info("the fine-tuned model lies in %s", folder)
+    stop.close()
     dist.destroy_process_group()
 
 

@@ -39,7 +39,7 @@ class RunStopped(Exception):
             checkpoint: The complete checkpoint that the run left, None when it left none.
         """
         if checkpoint is None:
-            super().__init__(f"stopped by {signal_name} before the first step: nothing to save")
+            super().__init__(f"stopped by {signal_name}; there is no checkpoint of this run")
             self.exit_code = 128 + signal.Signals[signal_name]
         else:
             super().__init__(

@@ -88,6 +88,8 @@ class TrainingCheckpoints:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="save-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._others: list[Path] = []
+        #: The newest complete checkpoint of this run: written by it, or the one it continues from.
+        self.newest: Path | None = None
 
     def find(self, resume_from_checkpoint: bool | str) -> ResumePoint | None:
         """Decide where the run starts; half-written saves of killed runs are deleted.
@@ -121,6 +123,8 @@ class TrainingCheckpoints:
             except OSError as error:
                 problem = f"output_dir: cannot write in {self.folder}: {error}"
         self._raise_first(problem)
+        if found is not None and found.manifest is not None:
+            self.newest = found.path
         return found
 
     def load(self, found: ResumePoint, tensors: dict[str, Tensor]) -> None:
@@ -213,6 +217,7 @@ class TrainingCheckpoints:
     ) -> None:
         self._set_others_aside()
         path = write_checkpoint(self.folder, step, tensors, record, self._agreement)
+        self.newest = path
         _LOG.info("saved %s in %.1f s", path, time.monotonic() - started)
         if self._agreement.rank == 0:
             self._prune()
