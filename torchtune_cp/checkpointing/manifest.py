@@ -25,18 +25,20 @@ FORMAT_VERSION = 1
 # bound on what a damaged or hostile file can make a process hold.
 _MAX_MANIFEST_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{128}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 4 * 1024**2
 _MAX_SHOWN = 80
 
 
 def new_checksum() -> Any:
-    """Return the hash object of every checksum here: BLAKE2b with 64 bytes.
+    """Return the hash object of every checksum here: SHA-256.
 
-    Of the standard library's cryptographic hashes it is the fastest on processors without SHA
-    instructions, needs no key, and ``b2sum FILE`` prints the same figure.
+    Of the standard library's cryptographic hashes it is the fastest where the processor has SHA
+    instructions (nearly all hosts of GPUs: 1.8 GB/s on one core against 0.95 GB/s of BLAKE2b), and
+    ``sha256sum FILE`` prints the same figure. A CRC would be faster, but of 32 bits: too few to tell
+    terabytes apart.
     """
-    return hashlib.blake2b()
+    return hashlib.sha256()
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class FileRecord:
     Attributes:
         name: Its name in the folder.
         num_bytes: Its length.
-        checksum: BLAKE2b of its bytes, in hexadecimal.
+        checksum: SHA-256 of its bytes, in hexadecimal.
     """
 
     name: str
@@ -132,14 +134,14 @@ def manifest_text(step: int, files: Sequence[FileRecord], state: Mapping[str, An
     content = {
         "step": step,
         "files": {
-            file.name: {"num_bytes": file.num_bytes, "blake2b": file.checksum} for file in files
+            file.name: {"num_bytes": file.num_bytes, "sha256": file.checksum} for file in files
         },
         "state": dict(state),
     }
     whole = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "content_blake2b": _checksum_of(content),
+        "content_sha256": _checksum_of(content),
         "content": content,
     }
     return json.dumps(whole, indent=1) + "\n"
@@ -204,7 +206,7 @@ def _record(name: object, entry: object) -> FileRecord:
         raise UserError(f"it names a file {shown(name)}: only plain *.safetensors names are read")
     if not isinstance(entry, dict) or not _is_count(entry.get("num_bytes")):
         raise UserError(f"it gives no size for {shown(name)}")
-    checksum = entry.get("blake2b")
+    checksum = entry.get("sha256")
     if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
         raise UserError(f"it gives no checksum for {shown(name)}")
     return FileRecord(name, entry["num_bytes"], checksum)
@@ -231,7 +233,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], str]:
             f"{FORMAT_VERSION}: update torchtune_cp"
         )
     content = whole.get("content")
-    checksum = whole.get("content_blake2b")
+    checksum = whole.get("content_sha256")
     if not isinstance(content, dict):
         raise UserError("it has no content")
     try:

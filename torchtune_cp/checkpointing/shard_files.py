@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -77,9 +77,12 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
         tensors: Name to tensor or DTensor.
 
     Raises:
-        UserError: A tensor subclass (quantised optimizer state), an unusual type or a meta tensor.
+        UserError: A tensor subclass (quantised optimizer state), an unusual type, a meta tensor or a
+            partial sum.
     """
     for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+            raise UserError(f"{name} is a sum not yet taken, which a checkpoint cannot hold")
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
             raise UserError(f"{name} is a {type(local).__name__}, which a checkpoint cannot hold")
@@ -162,21 +165,27 @@ def _write(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 class ShardWriter(StorageWriter):
-    """Writes each rank's shards to one file, tensor by tensor, and hands the list to ``finish``."""
+    """Writes each rank's shards to one file, tensor by tensor.
 
-    def __init__(
-        self, folder: Path, rank: int, complete: Callable[[list[FileRecord]], None]
-    ) -> None:
+    A failure is kept, not raised: torch would send the exception to the other ranks as a pickle,
+    which not every exception survives, and ranks that wait for it would wait on.
+
+    Attributes:
+        record: This rank's file once it is on the disk; None if the rank had nothing to write.
+        error: Why it is not.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
         """Keep where to write.
 
         Args:
             folder: An existing folder.
             rank: This rank; names its file.
-            complete: Called on rank 0 with all ranks' files once every one is on the disk.
         """
         self._folder = folder
         self._name = f"rank_{rank:05d}.safetensors"
-        self._complete = complete
+        self.record: FileRecord | None = None
+        self.error: Exception | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between saves."""
@@ -202,14 +211,15 @@ class ShardWriter(StorageWriter):
             plan: What to write.
             planner: Gives the tensors.
         """
-        results: list[WriteResult] = []
         if plan.items:
             # Wide types first: every tensor then begins at a multiple of its type's size.
             items = sorted(plan.items, key=lambda item: -_dtype(item).itemsize)
-            record = self._write_file(items, planner)
-            results = [WriteResult(item.index, _num_bytes(item), record) for item in items]
+            try:
+                self.record = self._write_file(items, planner)
+            except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+                self.error = error
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([])
         return done
 
     def _write_file(self, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
@@ -241,13 +251,7 @@ class ShardWriter(StorageWriter):
                 yield _tensor_bytes(tensor.detach())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand on the list of files; called on rank 0 when every rank has written.
-
-        Args:
-            metadata: What the planner knows of the tensors; the files' headers say it too.
-            results: Every rank's results.
-        """
-        self._complete([rank[0].storage_data for rank in results if rank])
+        """Nothing to do: the checkpoint is completed when no rank has an error."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -391,7 +395,11 @@ def read_stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 class ShardReader(StorageReader):
-    """Reads the slices that a plan asks for, each on its own."""
+    """Reads the slices that a plan asks for, each on its own.
+
+    Attributes:
+        error: What went wrong while reading; kept for the reason that :class:`ShardWriter` gives.
+    """
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Keep where everything is.
@@ -399,6 +407,7 @@ class ShardReader(StorageReader):
         Args:
             tensors: What :func:`read_stored_tensors` found.
         """
+        self.error: Exception | None = None
         self._tensors = tensors
         self._paths = {
             MetadataIndex(name, chunk.offsets): chunk.path
@@ -445,6 +454,15 @@ class ShardReader(StorageReader):
             plan: The slices.
             planner: Gives the places.
         """
+        try:
+            self._read(plan, planner)
+        except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+            self.error = error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[Path, list[ReadItem]] = {}
         for item in plan.items:
             if 0 not in item.lengths:
@@ -455,9 +473,6 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_read_slice(file, item))
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -12,9 +12,8 @@ training communicates.
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +104,7 @@ def write_checkpoint(
         UserError: A tensor is of a kind that cannot be saved.
     """
     final = parent / f"step_{step}"
-    temporary = hidden_name(final, TEMPORARY_SUFFIX)
-    temporary = agreement.gather(temporary)[0]
+    temporary = parent / agreement.gather(hidden_name(final, TEMPORARY_SUFFIX).name)[0]
     error: Exception | None = None
     try:
         check_savable(tensors)
@@ -114,14 +112,12 @@ def write_checkpoint(
             check_plain(manifest)
             make_folders(parent)
             temporary.mkdir()
-    except (OSError, UserError, TypeError) as caught:
+    except Exception as caught:  # noqa: BLE001 - made known to all ranks, then raised
         error = caught
     try:
         agreement.raise_together(error)
         _require_shared(temporary, agreement)
-        writer = ShardWriter(
-            temporary, agreement.rank, partial(_complete, temporary, final, step, manifest)
-        )
+        writer = ShardWriter(temporary, agreement.rank)
         with torch.no_grad(), _as_own_errors(agreement.rank), _quiet_alone():
             dcp.save(
                 dict(tensors),
@@ -130,6 +126,15 @@ def write_checkpoint(
                 process_group=agreement.group,
                 no_dist=agreement.group is None,
             )
+        agreement.raise_together(writer.error)
+        files = [record for record in agreement.gather(writer.record) if record is not None]
+        error = None
+        if agreement.rank == 0:
+            try:
+                _complete(temporary, final, step, manifest, files)
+            except Exception as caught:  # noqa: BLE001 - made known to all ranks, then raised
+                error = caught
+        agreement.raise_together(error)
     except BaseException:
         # All ranks are out of the folder: they have met after writing.
         if agreement.rank == 0:
@@ -164,7 +169,7 @@ def _complete(
 
 @contextmanager
 def _as_own_errors(rank: int) -> Iterator[None]:
-    """Raise a failure that torch has made known to all ranks as the error that it was."""
+    """Raise a failure of planning, which torch has made known to all ranks, as what it was."""
     try:
         yield
     except dcp.CheckpointException as failure:
@@ -236,20 +241,17 @@ def load_tensors(
             f"cannot use checkpoint {folder}: it holds tensors that this run does not have: "
             f"{_some(unread)}"
         )
-    try:
-        with torch.no_grad(), _quiet_alone():
-            dcp.load(
-                dict(tensors),
-                storage_reader=ShardReader(stored),
-                planner=dcp.DefaultLoadPlanner(
-                    flatten_state_dict=False, flatten_sharded_tensors=False
-                ),
-                process_group=agreement.group,
-                no_dist=agreement.group is None,
-            )
-    except dcp.CheckpointException as failure:
-        cause = failure.failures[min(failure.failures)][0]
-        raise UserError(f"cannot use checkpoint {folder}: {cause}") from None
+    reader = ShardReader(stored)
+    with torch.no_grad(), _as_own_errors(agreement.rank), _quiet_alone():
+        dcp.load(
+            dict(tensors),
+            storage_reader=reader,
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=agreement.group,
+            no_dist=agreement.group is None,
+        )
+    problem = None if reader.error is None else f"cannot use checkpoint {folder}: {reader.error}"
+    _raise_first(agreement.gather(problem))
 
 
 def _some(names: list[str]) -> str:
@@ -276,7 +278,7 @@ def _check_match(
         raise UserError(f"cannot use checkpoint {folder}: {'; '.join(problems)}")
 
 
-def _raise_first(problems: Iterator[str | None]) -> None:
+def _raise_first(problems: Iterable[str | None]) -> None:
     for problem in problems:
         if problem is not None:
             raise UserError(problem)
