@@ -103,23 +103,32 @@ def _settings(cfg: DictConfig) -> RunSettings:
         found = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
         return otherwise if found is None else found
 
-    output_dir = value("output_dir", None)
+    output_dir, given = value("output_dir", None), value("resume_from_checkpoint", False)
+    point = None
+    if output_dir is not None:
+        point = partial(_restart_point, Path(output_dir), given)
     return RunSettings(
         stop_grace_s=float(value("stop_grace_s", schema.FullFinetuneConfig.stop_grace_s)),
         collective_timeout_s=float(
             value("collective_timeout_s", schema.FullFinetuneConfig.collective_timeout_s)
         ),
-        restart_point=None if output_dir is None else partial(_restart_point, Path(output_dir)),
+        restart_point=point,
     )
 
 
-def _restart_point(output_dir: Path) -> str:
+def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
+    from torchtune_cp.checkpointing.earlier_runs import noted_earlier
+    from torchtune_cp.checkpointing.resume_point import CHECKPOINTS_NAME
     from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 
-    complete = list_checkpoints(output_dir.expanduser() / "checkpoints")
-    if not complete:
-        return "; no checkpoint yet, so it starts from the beginning"
-    return f"; it continues from {complete[0]}"
+    folder = output_dir.expanduser() / CHECKPOINTS_NAME
+    others = noted_earlier(folder)
+    own = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.name not in others]
+    if own:
+        return f"; it continues from {own[0]}"
+    if isinstance(resume_from_checkpoint, str):
+        return f"; it continues from {resume_from_checkpoint}"
+    return "; it starts at the beginning, as there is no checkpoint yet"
 
 
 @dataclass(frozen=True)
