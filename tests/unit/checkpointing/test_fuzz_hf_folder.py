@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -218,20 +217,16 @@ def test_two_hundred_mutations_are_refused_in_one_line_or_load_correctly(folder)
     assert _open(folder) == "loaded"
     around = folder.around()
     outcomes = {"loaded": 0, "refused": 0}
-    signal.alarm(120)  # a hang ends the test
-    try:
-        for mutate, count, must_be_refused in MUTATIONS:
-            for seed in range(count):
-                mutate(folder.fresh(), random.Random(f"{mutate.__name__}{seed}"))
-                outcome = _open(folder)
-                assert outcome == "refused" or not must_be_refused, (mutate.__name__, seed)
-                outcomes[outcome] += 1
-        for name in HOSTILE_NAMES:
-            _hostile_index(folder.fresh(), random.Random(0), name)
-            assert _open(folder) == "refused", name
-            outcomes["refused"] += 1
-    finally:
-        signal.alarm(0)
+    for mutate, count, must_be_refused in MUTATIONS:
+        for seed in range(count):
+            mutate(folder.fresh(), random.Random(f"{mutate.__name__}{seed}"))
+            outcome = _open(folder)
+            assert outcome == "refused" or not must_be_refused, (mutate.__name__, seed)
+            outcomes[outcome] += 1
+    for name in HOSTILE_NAMES:
+        _hostile_index(folder.fresh(), random.Random(0), name)
+        assert _open(folder) == "refused", name
+        outcomes["refused"] += 1
     assert folder.around() == around
     assert sum(outcomes.values()) >= 200
     assert outcomes["loaded"] >= 10  # the flipped bodies, and flips that change nothing
