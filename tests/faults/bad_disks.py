@@ -67,11 +67,10 @@ def full_disk(base: Path, *, asynchronous: bool, on_save_error: str) -> dict[str
     LINES.clear()
     told: list[str | None] = [_save(checkpoints, 1)]
     ballast = folder / "ballast"
-    with ballast.open("wb") as file:
+    with ballast.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(b"x" * 1024)
-                file.flush()
         except OSError:
             pass  # full, as wanted
     told.append(_save(checkpoints, 2))

@@ -131,7 +131,7 @@ def delete_hidden(folder: Path) -> None:
     """
     try:
         shutil.rmtree(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder above it is gone too
         return
     except OSError as error:
         _log.warning("could not delete %s (%s); delete it by hand", folder, error)
