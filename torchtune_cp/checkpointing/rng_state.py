@@ -20,6 +20,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
     _, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937", kind
+    assert isinstance(keys, np.ndarray)
     states = {
         "python": torch.tensor([*words, math.nan if gauss is None else gauss], dtype=torch.float64),
         "numpy": torch.tensor([*keys.tolist(), position, has_gauss, cached], dtype=torch.float64),

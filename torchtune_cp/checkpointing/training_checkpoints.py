@@ -46,6 +46,10 @@ class TrainingCheckpoints:
 
     At most one save is in flight: the next one waits for it. A save that failed is never passed over:
     its error comes out of the next call of any method here, at the latest of :meth:`close`.
+
+    Attributes:
+        folder: Where they lie.
+        last_saved: The step of the last save that is known to be complete; None before.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class TrainingCheckpoints:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="save-checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._others: list[Path] = []
+        self.last_saved: int | None = None
         #: The newest complete checkpoint of this run: written by it, or the one it continues from.
         self.newest: Path | None = None
 
@@ -166,15 +171,22 @@ class TrainingCheckpoints:
         if self._executor is None:
             try:
                 self._write(step, tensors, record, started)
+                self.last_saved = step
             except (OSError, RemoteError, UserError) as error:
                 self._failed(step, error)
             return
         assert self._stager is not None
         staged = self._stager.stage(tensors)
+        assert isinstance(staged, dict)  # not a promise of one: staging is not asynchronous
         self._pending = (
             step,
             self._executor.submit(self._write, step, staged, record, started),
         )
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this rank is writing in the background."""
+        return self._pending is not None and not self._pending[1].done()
 
     def check(self) -> None:
         """Let an error of a finished background save out; does not wait.
@@ -196,6 +208,7 @@ class TrainingCheckpoints:
         (step, saved), self._pending = self._pending, None
         try:
             saved.result()
+            self.last_saved = step
         except (OSError, RemoteError, UserError) as error:
             self._failed(step, error)
 

@@ -172,6 +172,7 @@ class TrainingState:
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # First of all: it makes FSDP put the shards back where a forward pass left whole weights.
         for name, value in get_model_state_dict(self.model).items():
+            assert isinstance(value, Tensor), name
             yield from _without_wrappers(f"model.{name}", value).items()
 
     def _optimizer_values(self, get: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
