@@ -42,6 +42,8 @@ _FORTY_HEX = re.compile(r"(?<![\w/@.:-])[0-9a-f]{40}(?![\w/])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash|rev)", re.IGNORECASE)
 # A shorter value stands in too many other words to be looked for in a text.
 _SHORTEST = 6
+# A shell keeps the current folder in it: no password.
+_FOLDER_VARIABLE = "PWD"
 
 _remembered: set[str] = set()
 
@@ -99,7 +101,7 @@ def _mask_known(text: str) -> str:
     known = _remembered | {
         value
         for name, value in os.environ.items()
-        if len(value) >= _SHORTEST and is_secret_key(name)
+        if len(value) >= _SHORTEST and is_secret_key(name) and name != _FOLDER_VARIABLE
     }
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, MASK)
