@@ -69,7 +69,9 @@ def remember_secrets(config: Any) -> None:
 
 
 def _secret_values(config: Any, under_secret: bool = False) -> Iterator[str]:
-    if isinstance(config, Mapping):
+    if isinstance(config, (DictConfig, ListConfig)):  # inside a plain mapping
+        yield from _secret_values(OmegaConf.to_container(config, resolve=True), under_secret)
+    elif isinstance(config, Mapping):
         for key, value in config.items():
             yield from _secret_values(value, under_secret or is_secret_key(str(key)))
     elif isinstance(config, (list, tuple)):
@@ -141,6 +143,8 @@ def mask_secrets(config: Any) -> Any:
 
 
 def _masked(key: str, value: Any) -> Any:
+    if isinstance(value, (DictConfig, ListConfig)):  # inside a plain mapping
+        value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
         if is_secret_key(key) and "_component_" not in value:
             return MASK

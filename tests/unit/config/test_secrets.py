@@ -36,7 +36,11 @@ def test_a_config_is_masked_by_key_by_form_and_by_the_environment(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "planted-in-the-environment")
     config = OmegaConf.create(
         {
-            "hub": {"hf_token": "abcdef", "credentials": {"user": "u", "pass": "p"}, "password": 1234},
+            "hub": {
+                "hf_token": "abcdef",
+                "credentials": {"user": "u", "pass": "p"},
+                "password": 1234,
+            },
             "url": "https://user:p@ss:word@host/data?X-Amz-Signature=aa&page=2",
             "wandb": HEX,
             "note": "key hf_abcdefghijklmnopqrstuvwx and planted-in-the-environment",
@@ -52,6 +56,17 @@ def test_a_config_is_masked_by_key_by_form_and_by_the_environment(monkeypatch):
         "nested": [{"apiKey": "***"}, "***"],
         "copied": "***",
     }
+
+
+def test_config_nodes_inside_a_plain_mapping_become_plain_and_are_masked():
+    node = OmegaConf.create({"files": ["a", "b"], "hub": {"token": "planted-in-a-node"}})
+    masked = mask_secrets({"dataset": node, "parts": node.files})
+    assert masked == {
+        "dataset": {"files": ["a", "b"], "hub": {"token": "***"}},
+        "parts": ["a", "b"],
+    }
+    assert type(masked["dataset"]["files"]) is type(masked["parts"]) is list
+    assert mask_text("planted-in-a-node") == "***"
 
 
 def test_what_looks_alike_is_left_alone():
