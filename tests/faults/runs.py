@@ -84,6 +84,7 @@ class Start:
 
     def __init__(self, config: Path, output_dir: Path, *overrides: str, **variables: str) -> None:
         self.output_dir = output_dir
+        self._earlier_metrics = _inode(output_dir / "metrics.jsonl")
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         environment = {k: v for k, v in os.environ.items() if k != "TUNE_TRACEBACK"}
@@ -132,20 +133,20 @@ class Start:
         return found
 
     def kill(self, who: str) -> bool:
-        """Send SIGKILL to one of :meth:`pids`; False when it is not (or no longer) there."""
-        pid = self.pids().get(who)
-        if pid is None:
+        """Send SIGKILL to one of :meth:`pids`, once it is there; False when the run has ended."""
+        if not self.wait_until(lambda: who in self.pids()):
             return False
         try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+            os.kill(self.pids()[who], signal.SIGKILL)
+        except (KeyError, ProcessLookupError):
             return False
         return True
 
     def step(self) -> int:
-        """The last step in the metrics file, 0 before there is one."""
+        """The last step in the metrics file; 0 before this start has written or continued it."""
         path = self.output_dir / "metrics.jsonl"
-        lines = read_metrics(path) if path.exists() else []
+        ours = _inode(path) not in (None, self._earlier_metrics)  # it is replaced by each start
+        lines = read_metrics(path) if ours else []
         return max((int(line["step"] or 0) for line in lines if "loss" in line), default=0)
 
     def is_saving(self) -> bool:
@@ -275,12 +276,12 @@ def _wait_for_moment(start: Start, moment: str, rng: random.Random, first_step: 
         return False
     if moment == "save":
         # Some of the saves are let pass, so that the first is not the only one that is hit.
-        later = first_step + rng.randrange(1, 8)
+        later = first_step + rng.randrange(1, 5)
         there = start.wait_until(
             lambda: start.step() >= min(later, STEPS - 1) and start.is_saving()
         )
         return there and _sleep(start, rng.random() * 0.8)
-    return _sleep(start, rng.random() * 5)
+    return _sleep(start, rng.random())
 
 
 def _sleep(start: Start, seconds: float) -> bool:

@@ -36,7 +36,7 @@ def test_three_kills_leave_the_curve_of_the_uninterrupted_run(reference, tmp_pat
     config, expected = reference
     out = tmp_path / "out"
     rng = random.Random(1)
-    campaign = kill_and_resume(config, out, rng, 3, moments=("save", "step", "save"))
+    campaign = kill_and_resume(config, out, rng, 3, moments=("save", "step", "start"))
     assert len(campaign.kills) == 3
     compared = _check(expected, out)
     with capsys.disabled():

@@ -19,7 +19,12 @@ PLANTED = {
 }
 COMMAND = [
     *("run", "full_finetune_distributed", "--config", "tiny/llama_cpu"),
-    *("max_steps_per_epoch=2", "dataset_val=null", "run_val_every_n_steps=null"),
+    *(
+        "max_steps_per_epoch=2",
+        "dataset_val=null",
+        "run_val_every_n_steps=null",
+        "save_every_n_steps=1",
+    ),
     "metric_logger=torchtune_cp.metrics.WandBLogger",
     f"metric_logger.notes=data from https://user:{PLANTED['url']}@host/x",
     f"hf_token={PLANTED['command line']}",  # a key of the user's own, for it is referred to

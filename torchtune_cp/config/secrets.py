@@ -106,7 +106,8 @@ def _mask_known(text: str) -> str:
         if len(value) >= _SHORTEST and is_secret_key(name) and name != _FOLDER_VARIABLE
     }
     for value in sorted(known, key=len, reverse=True):
-        text = text.replace(value, MASK)
+        if value in text:
+            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", MASK, text)
     return text
 
 

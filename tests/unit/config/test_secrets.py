@@ -5,10 +5,16 @@ import logging
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_cp.config import load
+from torchtune_cp.config import load, secrets
 from torchtune_cp.config.secrets import MaskingFormatter, is_secret_key, mask_secrets, mask_text
 
 from .examples import write
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch):
+    monkeypatch.setattr(secrets, "_remembered", set())
+
 
 HEX = "0123456789abcdef0123456789abcdef01234567"
 
