@@ -137,6 +137,8 @@ def stored_tokens(
             lock.acquire()
         try:
             store = _from_cache(target, damaged_is_removed=True)
+            for left in root.glob(f"{key}.*.scratch"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             if store is None:
                 _make(target, make_documents, name, progress)
                 store = _map(target)
@@ -167,7 +169,7 @@ def _from_cache(target: Path, damaged_is_removed: bool = False) -> TokenStore | 
 
 def _make(target: Path, make_documents: Callable[[], Documents], name: str, progress: bool) -> None:
     """Write the files into a folder beside `target` and give it that name when it is complete."""
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".scratch", dir=target.parent))
     try:
         files: dict[str, IO[bytes]] = {}
         for file in _TYPES:

@@ -96,7 +96,7 @@ def test_a_lucky_order_is_kept() -> None:
 
 
 def test_greedy_is_torchtunes_packing() -> None:
-    # The packs of torchtune 0.6's PackedDataset for documents of these lengths.
+    # Followed by hand through torchtune's PackedDataset._pack.
     lengths = [5, 4, 6, 12, 1]
     assert composition(packed(lengths, "greedy", False)) == [
         [(0, 0, 5), (1, 0, 4)],

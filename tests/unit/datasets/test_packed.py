@@ -338,7 +338,11 @@ class TestCache:
             folder_dataset(texts).build()
         assert keys(cache) == set()
         (texts / "d.py").write_text("d")
-        assert folder_dataset(texts).stats.documents == 4
+        ds = folder_dataset(texts)
+        assert ds._cache_key is not None
+        (cache / f"{ds._cache_key}.killed.scratch").mkdir()  # what a killed process leaves
+        assert ds.stats.documents == 4
+        assert keys(cache) == {ds._cache_key}
 
     def test_a_folder_that_cannot_be_written_costs_a_warning(
         self, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
