@@ -27,7 +27,11 @@ def pack(seq_len: int) -> dict[str, torch.Tensor]:
     from torchtune_cp.datasets import PackedDataset, text_folder_dataset
 
     files = text_folder_dataset(
-        byte_tokenizer(), glob=["*.py", "*/*.py"], max_seq_len=seq_len, overlong="drop"
+        byte_tokenizer(),
+        glob=["*.py", "*/*.py"],
+        max_seq_len=seq_len,
+        overlong="drop",
+        on_bad_row="skip",
     )
     packs = PackedDataset(
         files,
