@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+# torch 2.13 calls it all_gather_single and warns of the earlier name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 #: Waits for what was sent and returns what came.
 Pending = Callable[[], torch.Tensor]
 
@@ -68,7 +71,7 @@ class Grid:
         shape = (self.ring_size, *part.shape)
         if self.heads_split == 1:
             whole = part.new_empty(shape)
-            work = dist.all_gather_into_tensor(
+            work = _all_gather(
                 whole.view(-1), part.contiguous().view(-1), group=self.group, async_op=True
             )
 

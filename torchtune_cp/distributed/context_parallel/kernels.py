@@ -254,8 +254,8 @@ def _borders(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
 
 
-def _by_limits(tiles: Iterable[Tile]) -> list[list[Tile]]:
-    """Groups of tiles that one variable-length call can do: equal limits, no query twice."""
+def by_limits(tiles: Iterable[Tile]) -> list[list[Tile]]:
+    """Group tiles so that one variable-length call can do a group: equal limits, no query twice."""
     groups: list[list[Tile]] = []
     for tile in tiles:
         for group in groups:
@@ -268,7 +268,8 @@ def _by_limits(tiles: Iterable[Tile]) -> list[list[Tile]]:
     return groups
 
 
-def _at_most(tiles: Iterable[Tile], queries: int) -> Iterable[Tile]:
+def at_most(tiles: Iterable[Tile], queries: int) -> Iterable[Tile]:
+    """Cut tiles into ones of at most so many queries."""
     for t in tiles:
         for i in range(0, t.nq, queries):
             n = min(queries, t.nq - i)
@@ -294,5 +295,5 @@ def calls_of(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) ->
     if device.type == "cpu":
         return [CpuFlashCall(part) for tile in tiles for part in square_tiles(tile)]
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        return [VarlenCall(group, device) for group in _by_limits(tiles)]
-    return [PlainCall(part) for part in _at_most(tiles, PlainCall.MOST_QUERIES)]
+        return [VarlenCall(group, device) for group in by_limits(tiles)]
+    return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]

@@ -17,6 +17,11 @@ from torchtune_cp.distributed.context_parallel.documents import (
 )
 from torchtune_cp.distributed.context_parallel.exchange import Grid
 from torchtune_cp.distributed.context_parallel.executor import Executor
+from torchtune_cp.distributed.context_parallel.flex import (
+    MaskMod,
+    MaskModAttention,
+    mask_mod_region,
+)
 from torchtune_cp.distributed.context_parallel.layout import (
     DocumentLayout,
     SequenceLayout,
@@ -106,6 +111,32 @@ def _check(
     return parts
 
 
+def _check_mask_mod(cp_mesh: DeviceMesh | None, method: str, window: int | None) -> None:
+    if window is not None:
+        raise UserError(f"window={window} with a mask_mod: let the mask_mod say what is seen")
+    if cp_mesh is not None and cp_mesh.size() > 1 and method != "allgather":
+        raise UserError(
+            f"context_parallel_method={method} with a mask_mod: a mask of the model's own needs the keys"
+            " side by side; set context_parallel_method=allgather"
+        )
+
+
+def _region(
+    layout: DocumentLayout,
+    grid: Grid | None,
+    method: str,
+    rotate_method: str,
+    mask_mod: MaskMod | None,
+    device: torch.device,
+) -> contextlib.AbstractContextManager[None]:
+    """What replaces attention for a batch laid out by documents."""
+    if mask_mod is not None:
+        return mask_mod_region(MaskModAttention(layout, mask_mod, grid, device))
+    schedule = "allgather" if method == "allgather" else "ring"
+    plan = make_plan(layout, schedule, 0 if grid is None else grid.ring_rank)
+    return document_region(Executor(plan, grid, rotate_method))
+
+
 _entered = False
 
 
@@ -120,6 +151,7 @@ def context_parallel(
     method: str = "ring",
     window: int | None = None,
     ulysses_dim: int | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Cut a batch along the sequence and distribute attention over the context-parallel ranks.
 
@@ -151,6 +183,10 @@ def context_parallel(
             behind it, where attention is bidirectional).
         ulysses_dim: With ``"ulysses"``: how many ranks share the heads, a divisor of the mesh's size;
             rings connect the ranks with the same heads. None for all of them.
+        mask_mod: With ``"allgather"``: which keys of its document a query sees, as a function of row,
+            head, query position and key position, for masks that documents, causality and a window
+            cannot say. It takes the place of ``is_causal``, which then is but the layout's. On CUDA through
+            FlexAttention, elsewhere with the mask written out.
 
     Yields:
         A dict with this rank's slices, ``input_pos`` among them: a model must take its rotary positions
@@ -167,7 +203,9 @@ def context_parallel(
     parts = _check(cp_mesh, method, rotate_method, ulysses_dim)
     check_shapes(batch)
     mask = AttentionMask(is_causal, window).within(batch["tokens"].size(1))
-    by_documents = "seq_lens" in batch or mask.window is not None
+    if mask_mod is not None:
+        _check_mask_mod(cp_mesh, method, window)
+    by_documents = "seq_lens" in batch or mask.window is not None or mask_mod is not None
     _entered = True
     try:
         if cp_mesh is None or cp_mesh.size() == 1:
@@ -180,7 +218,7 @@ def context_parallel(
                 return
             batch = _with_positions(batch)
             layout = whole_rows(documents_of(batch), _shape(batch), mask)
-            with document_region(Executor(make_plan(layout, "ring", 0))):
+            with _region(layout, None, "ring", rotate_method, mask_mod, batch["tokens"].device):
                 yield LocalBatch(batch, layout)
             return
         cp = cp_mesh.size()
@@ -210,10 +248,9 @@ def context_parallel(
             multiple_of=pad_to_multiple_of // math.gcd(pad_to_multiple_of, cp),
         )
         grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
-        schedule = "allgather" if method == "allgather" else "ring"
-        plan = make_plan(layout, schedule, grid.ring_rank)
-        with document_region(Executor(plan, grid, rotate_method)):
-            yield LocalBatch(cut_batch(batch, layout, grid.rank), layout)
+        local = cut_batch(batch, layout, grid.rank)
+        with _region(layout, grid, method, rotate_method, mask_mod, batch["tokens"].device):
+            yield LocalBatch(local, layout)
     finally:
         _entered = False
 

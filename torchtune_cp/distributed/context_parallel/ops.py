@@ -133,7 +133,7 @@ def _gradients(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor |
 _attention.register_autograd(_gradients, setup_context=_keep)
 
 
-def _checked_scale(
+def checked_scale(
     query: torch.Tensor,
     key: torch.Tensor,
     attn_mask: torch.Tensor | None,
@@ -141,6 +141,7 @@ def _checked_scale(
     scale: float | None,
     enable_gqa: bool,
 ) -> float:
+    """Refuse in words what attention inside the context cannot do; return the scale of the scores."""
     if attn_mask is not None:
         raise NotImplementedError(
             "an attention mask was given to scaled_dot_product_attention inside context_parallel: give"
@@ -182,7 +183,7 @@ def document_attention(
     Returns:
         [b, h, n, d].
     """
-    scale = _checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
+    scale = checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
     out: torch.Tensor = torch.ops.torchtune_cp.attention(query, key, value, is_causal, scale)[0]
     return out
 
@@ -329,7 +330,7 @@ def ulysses_attention(parts: int, rank: int) -> Callable[..., torch.Tensor]:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         heads, kv_heads = query.size(1), key.size(1)
-        scale = _checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
+        scale = checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
         if heads % parts:
             raise UserError(
                 f"context_parallel_method=ulysses over {parts} ranks: they do not divide the"
@@ -354,28 +355,36 @@ _ulysses: dict[tuple[int, int], Callable[..., torch.Tensor]] = {}
 
 
 @contextlib.contextmanager
+def sdpa_replaced_by(replacement: Callable[..., torch.Tensor]) -> Generator[None, None, None]:
+    """Let ``F.scaled_dot_product_attention`` be another function, and put it back afterwards.
+
+    Args:
+        replacement: The same object every time for the same purpose: torch.compile guards on it.
+    """
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = replacement
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
 def document_region(executor: Executor) -> Generator[None, None, None]:
     """Let ``F.scaled_dot_product_attention`` do a plan.
 
     Args:
         executor: Of the batch.
-
-    Raises:
-        RuntimeError: Entered inside another context-parallel region.
     """
     global _active
-    original = F.scaled_dot_product_attention
-    if getattr(original, "__module__", None) == __name__ or _active is not None:
-        raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
     replacement: Callable[..., torch.Tensor] = document_attention
     grid = executor.grid
     if grid is not None and grid.heads_split > 1:
         split = (grid.heads_split, grid.head_rank)
         replacement = _ulysses.setdefault(split, ulysses_attention(*split))
     _active = executor
-    F.scaled_dot_product_attention = replacement
     try:
-        yield
+        with sdpa_replaced_by(replacement):
+            yield
     finally:
-        F.scaled_dot_product_attention = original
         _active = None
