@@ -117,14 +117,21 @@ class MaskModAttention:
         of = self._of_batch
         return of[:, of[0] >= 0].to(self.device)
 
-    def mask(
-        self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> torch.Tensor:
+    @property
+    def mask(self) -> MaskMod:
         """The mask between this rank's queries and all keys, in FlexAttention's signature."""
         document, row, position = self._queries
         key_document, _, key_position = self._keys
-        same = document[q] == key_document[k]
-        return same & self.mask_mod(row[q], h, position[q], key_position[k])
+        mask_mod = self.mask_mod
+
+        # No method: FlexAttention counts the parameters.
+        def mask(
+            b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+        ) -> torch.Tensor:
+            same = document[q] == key_document[k]
+            return same & mask_mod(row[q], h, position[q], key_position[k])
+
+        return mask
 
     def block_mask(self, heads: int) -> BlockMask:
         """The mask by blocks, made once for all layers."""
