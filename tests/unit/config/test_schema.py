@@ -164,7 +164,6 @@ ASKS_FOR = {
     "resume_from_checkpoint": True,
     "save_every_n_steps": 10,
     "enable_async_checkpointing": True,
-    "context_parallel_method": "ulysses",
 }
 
 
