@@ -1,4 +1,4 @@
-"""Which config values cannot stand together, and which are not available yet.
+"""Which config values cannot stand together.
 
 The one place for these rules. They look at checked values of the right type (see
 :mod:`torchtune_cp.config.schema`) and return one line a problem, naming the key to change.
@@ -6,60 +6,7 @@ The one place for these rules. They look at checked values of the right type (se
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """A key that is known but whose feature has not landed; delete the rule when it lands.
-
-    Attributes:
-        key: The config key.
-        off: The values that leave the feature off, which are accepted.
-        feature: What the key would switch on.
-    """
-
-    key: str
-    off: tuple[Any, ...]
-    feature: str
-
-    def problem(self, value: Any) -> str | None:
-        """Return what to say about a value, None when it leaves the feature off."""
-        if value in self.off:
-            return None
-        return (
-            f"{self.key}: {value!r} asks for {self.feature}, which is not available in this"
-            f" version; set {self.key}={_spelt(self.off[0])}"
-        )
-
-
-def _spelt(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
-
-
-NOT_YET: tuple[NotYet, ...] = (
-    NotYet("resume_from_checkpoint", (False,), "resuming a run"),
-    NotYet("save_every_n_steps", (None,), "checkpoints during a run"),
-    NotYet("enable_async_checkpointing", (False,), "asynchronous checkpoints"),
-)
-
-_PACKED_NOT_YET = "asks for packed documents, which are not available in this version; set"
-
-
-def _packed(values: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("dataset", "dataset_val"):
-        value = values.get(key)
-        nodes = (
-            {f"{key}.{i}": v for i, v in enumerate(value)}
-            if isinstance(value, list)
-            else {key: value}
-        )
-        for name, node in nodes.items():
-            if isinstance(node, Mapping) and node.get("packed"):
-                yield f"{name}.packed: {node['packed']!r} {_PACKED_NOT_YET} {name}.packed=false"
 
 
 def _validation(values: Mapping[str, Any]) -> Iterator[str]:
@@ -67,6 +14,11 @@ def _validation(values: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "run_val_every_n_steps: is set but dataset_val is not:"
             " give a dataset_val or set run_val_every_n_steps=null"
+        )
+    if values.get("keep_best") and values.get("run_val_every_n_steps") is None:
+        yield (
+            "run_val_every_n_steps: must be set, with a dataset_val, for keep_best=true, which goes by"
+            " the validation loss"
         )
 
 
@@ -132,6 +84,9 @@ def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("clip_grad_norm") is not None:
         # The norm is known only when the last gradient is, and then the others have been used.
         yield "clip_grad_norm: must be null with optimizer_in_bwd=true"
+    if values.get("on_nonfinite") == "skip":
+        # Weights have been stepped before the whole gradient is known.
+        yield "on_nonfinite: must be raise with optimizer_in_bwd=true"
 
 
 def _float8(values: Mapping[str, Any]) -> Iterator[str]:
@@ -162,7 +117,6 @@ def _tensor_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
-    _packed,
     _validation,
     _activation_checkpointing,
     _ulysses,
@@ -233,11 +187,6 @@ def combination_problems(values: Mapping[str, Any], world_size: int | None = Non
         world_size: The number of processes of the run, None while it is not known.
     """
     problems = []
-    for rule in NOT_YET:
-        if rule.key in values:
-            problem = rule.problem(values[rule.key])
-            if problem:
-                problems.append(problem)
     for combination in COMBINATIONS:
         problems += combination(values)
     if world_size is not None and all(key in values for key in _DEGREES):
