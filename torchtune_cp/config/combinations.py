@@ -45,7 +45,8 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
         return
     if not str(option).isdigit() and option not in ("op", "op_kv"):
         yield f"ac_option: expected one of {_AC_OPTIONS}, got {option!r}"
-    if option == "op_kv" and values.get("context_parallel_rotate_method") == "alltoall":
+    passed_on = values.get("context_parallel_rotate_method") == "alltoall"
+    if option == "op_kv" and passed_on and values.get("context_parallel_method") != "allgather":
         # Passed round the ring, the keys and values are never all there to be kept.
         yield "context_parallel_rotate_method: must be allgather with ac_option=op_kv"
     if option == "op_kv" and _compiles(values):
@@ -186,7 +187,7 @@ def combination_problems(values: Mapping[str, Any], world_size: int | None = Non
             of their own may be missing: the rules that need them are then skipped.
         world_size: The number of processes of the run, None while it is not known.
     """
-    problems = []
+    problems: list[str] = []
     for combination in COMBINATIONS:
         problems += combination(values)
     if world_size is not None and all(key in values for key in _DEGREES):
