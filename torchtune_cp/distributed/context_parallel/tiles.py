@@ -143,6 +143,23 @@ def visible(nq: int, nk: int, left: int | None, right: int | None) -> torch.Tens
 _LEAST_BLOCK, _LARGEST_BLOCK = 64, 1024
 
 
+#: torch's CPU kernel does the keys of a causal square in blocks of 512 and skips those that no query of a
+#: block sees, so a small square is done whole. Halves of at least this many queries, two squares and the
+#: rectangle between them, are faster than the square as long as it is not longer than the other number.
+_LEAST_HALF, _LONGEST_HALVED = 128, 4096
+
+
+def _halves(square: Tile) -> list[Tile]:
+    """Cut a square causal tile until what the kernel does in vain is small."""
+    q, n, k, _, _, right = square
+    if not 2 * _LEAST_HALF <= n <= _LONGEST_HALVED:
+        return [square]
+    half = n // 2
+    before = _halves(Tile(q, half, k, half, None, right))
+    behind = _halves(Tile(q + half, n - half, k + half, n - half, None, right))
+    return [*before, Tile(q + half, n - half, k, half), *behind]
+
+
 def square_tiles(tile: Tile) -> list[Tile]:
     """Cut a tile into ones for a kernel that knows full, square causal and explicitly masked attention.
 
@@ -161,7 +178,7 @@ def square_tiles(tile: Tile) -> list[Tile]:
         assert nk - nq + right >= 0, "a query that sees nothing"
         before = nk - nq + right
         square = Tile(q, nq, k + before, nq, None, 0)
-        return [square] if before == 0 else [Tile(q, nq, k, before), square]
+        return _halves(square) if before == 0 else [Tile(q, nq, k, before), *_halves(square)]
     reach = nk if left is None else max(left, 1)
     block = max(_LEAST_BLOCK, min(reach // 2, _LARGEST_BLOCK))
     shift = nk - nq
