@@ -54,12 +54,14 @@ class Option:
         kind: Options of one kind exclude each other.
         rounds: The precision that it changes to: such a row is compared with a single process of the
             same precision. Empty for an exact option.
+        paired: Whether it is run with every other row; the page says where else its pairs are tested.
     """
 
     name: str
     overrides: Mapping[str, Any]
     kind: str = ""
     rounds: str = ""
+    paired: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ OPTIONS = (
         rounds="fp8",
     ),
     Option("compile", {"compile": True}),
+    Option("method allgather", {"context_parallel_method": "allgather"}, paired=False),
+    Option("method ulysses", {"context_parallel_method": "ulysses"}, paired=False),
 )
 
 
@@ -426,7 +430,7 @@ def tolerance_of(options: tuple[Option, ...]) -> Tolerance:
 
 def pairs() -> Iterator[tuple[Option, Option]]:
     """All pairs of options that do not exclude each other by being of one kind."""
-    for a, b in itertools.combinations(OPTIONS, 2):
+    for a, b in itertools.combinations([o for o in OPTIONS if o.paired], 2):
         if not a.kind or a.kind != b.kind:
             yield a, b
 

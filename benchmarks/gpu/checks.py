@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu.report import CHECKOUT, Setting, record_crash, short
 
-PARTS = ("attention", "recipe", "loss", "throughput")
+PARTS = ("attention", "documents", "recipe", "loss", "throughput")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
