@@ -3,6 +3,7 @@
 from torchtune_cp.data.buckets import bucket_length, bucketed
 from torchtune_cp.data.byte_tokenizer import byte_tokenizer
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX, collate, padded_collate_sft
+from torchtune_cp.data.esm_tokenizer import EsmTokenizer, esm_tokenizer
 from torchtune_cp.data.family_tokenizers import (
     llama2_tokenizer,
     llama3_tokenizer,
@@ -17,13 +18,16 @@ from torchtune_cp.data.messages import (
     mask_messages,
     parse_conversation,
 )
+from torchtune_cp.data.mlm import MLMMasking, mlm_masking
 from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer
 
 __all__ = [
     "CROSS_ENTROPY_IGNORE_IDX",
+    "EsmTokenizer",
     "GlobalBatchSampler",
     "HFTokenizer",
+    "MLMMasking",
     "MaskingStrategy",
     "Message",
     "TokenDataLoader",
@@ -32,11 +36,13 @@ __all__ = [
     "build_dataloader",
     "byte_tokenizer",
     "collate",
+    "esm_tokenizer",
     "hf_tokenizer",
     "llama2_tokenizer",
     "llama3_tokenizer",
     "mask_messages",
     "mistral_tokenizer",
+    "mlm_masking",
     "padded_collate_sft",
     "parse_conversation",
     "qwen2_5_tokenizer",
