@@ -2,14 +2,19 @@
 
 import itertools
 import json
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
+from torchtune_cp.distributed.fsdp import materialize, shard_model
+from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import ConfigError, UserError
 from torchtune_cp.models import TransformerEncoder, auto_model, hf_config, to_hf_name
 from torchtune_cp.models import esm2 as models_of_esm2
@@ -17,6 +22,7 @@ from torchtune_cp.models import token_dropout_scale as dropout_scale
 from torchtune_cp.models.esm2 import esm2
 from torchtune_cp.models.rope import inverse_frequencies
 from torchtune_cp.training.loss import LinearCrossEntropyLoss
+from torchtune_cp.training.memory import apply_activation_checkpointing
 
 TOLERANCE = 1e-5  # fp32; the aim is 1e-4
 MASK, PAD = 32, 1
@@ -411,3 +417,38 @@ def test_a_published_config_is_understood(tmp_path: Path) -> None:
     for key, value in published.items():
         if key not in ("torch_dtype", "classifier_dropout", "hidden_act"):
             assert getattr(hf, key) == value, key
+
+
+def test_sharding_and_checkpointed_activations_change_no_gradient(tmp_path: Path) -> None:
+    ours = _ours(_reference("8M"), tmp_path)
+    with torch.device("meta"):
+        sharded = auto_model(tmp_path)
+    tokens, real, labels = _batch(padded=True, masked=True)
+    loss_fn = LinearCrossEntropyLoss(num_output_chunks=2)
+
+    def loss_of(model: TransformerEncoder) -> torch.Tensor:
+        return model(tokens, attention_mask=real, output_fn=lambda h, w: loss_fn(h, w, labels))
+
+    expected = loss_of(ours)
+    expected.backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        apply_activation_checkpointing(sharded)
+        shard_model(sharded, init_device_mesh("cpu", (1,)))
+        source = FullModelHFCheckpointer(str(tmp_path)).source(sharded, seed=0)
+        materialize(sharded, source, torch.device("cpu"))
+        loss = loss_of(sharded)
+        loss.backward()
+        assert loss.item() == expected.item()
+        for (name, p), q in zip(ours.named_parameters(), sharded.parameters(), strict=True):
+            assert torch.equal(q.grad.full_tensor(), p.grad), name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensor_parallelism_is_refused_in_words() -> None:
+    mesh = types.SimpleNamespace(size=lambda: 3)
+    with pytest.raises(
+        UserError, match="tensor_parallel_dim=3: there is no plan for model_type esm"
+    ):
+        apply_tensor_parallel(esm2(), mesh)
