@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -107,6 +108,14 @@ class FastaRows:
 
     def __getitem__(self, index: int) -> dict[str, str]:
         return {"sequence": self._record(index)[1]}
+
+    def fingerprint(self) -> str:
+        """A hash of the file's content."""
+        digest = hashlib.sha256()
+        with self._file.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
 
     def name_of(self, index: int) -> str:
         """The record's name, for messages."""

@@ -9,14 +9,8 @@ from typing import Any
 from torchtune_cp.data.esm_tokenizer import EsmTokenizer
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.fasta import FastaRows, clean_sequence
-from torchtune_cp.datasets.sft import (
-    EmptyRow,
-    SFTDataset,
-    UnknownText,
-    refuse_packed,
-    require_text,
-    sequence_limit,
-)
+from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
+from torchtune_cp.datasets.sft import EmptyRow, SFTDataset, UnknownText, require_text
 from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
 from torchtune_cp.errors import UserError
 
@@ -40,6 +34,10 @@ class ProteinReader:
         self._add_eos = add_eos
         self.unknown_residues: Counter[str] = Counter()
         self.unknown_rows = 0
+
+    def fingerprint(self) -> list[Any]:
+        """What the tokens depend on; the counts do not belong to it."""
+        return [self._tokenizer, self._column, self._unknown, self._add_eos]
 
     def _sequence(self, row: Mapping[str, Any]) -> tuple[str, set[str]]:
         """The clean sequence, and the characters in it that the alphabet lacks."""
@@ -106,14 +104,16 @@ def protein_dataset(
     column: str = "sequence",
     split: str = "train",
     unknown: str = "unk",
-    overlong: str = "truncate",
+    overlong: str | None = None,
     add_eos: bool = True,
     min_tokens: int = 0,
     max_rows: int | None = None,
     on_bad_row: str = "error",
     packed: bool = False,
+    split_across_pack: bool = False,
+    packing_strategy: str = "greedy",
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Every protein as one sample; every residue is trained on (or may be masked).
 
     Sequences are read in upper case, without white space and without a ``*`` at the end.
@@ -129,20 +129,23 @@ def protein_dataset(
         unknown: What to do with residues outside an ESM alphabet (which has B, O, U, X, Z, "." and
             "-"): "unk" reads each as `<unk>`, "drop" leaves the protein out, "error" refuses it.
             `describe_stats` counts them.
-        overlong: What to do with longer proteins: "truncate", "split", "drop" or "error". A cut
-            protein has no `<eos>` at the cut, and further pieces no `<cls>`: it does not end there.
+        overlong: What to do with longer proteins: "truncate" (the default), "split", "drop", "error";
+            packed: "split" with `split_across_pack`, else "error" is the default. A cut protein has no
+            `<eos>` at the cut, and further pieces no `<cls>`: it does not end there.
         add_eos: End each protein with the end-of-text token.
         min_tokens: Leave out shorter proteins.
         max_rows: Use only the first so many proteins.
         on_bad_row: "error" or "skip".
-        packed: Only False at present.
+        packed: Put several proteins into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether one may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
         **load_dataset_kwargs: With `source`: `data_files`, `data_dir`, `name`, ... for
             `datasets.load_dataset`.
 
     Raises:
         UserError: The data cannot be read, holds no protein, or an argument is not known.
     """
-    refuse_packed(packed)
     if unknown not in UNKNOWN_POLICIES:
         raise UserError(
             f"dataset.unknown={unknown!r} is not known; allowed: {', '.join(UNKNOWN_POLICIES)}"
@@ -167,11 +170,16 @@ def protein_dataset(
         rows = load_rows(source, split=split, **load_dataset_kwargs)
         name = describe_source(source, load_dataset_kwargs)
         blank_lines = count_blank_lines(source, load_dataset_kwargs.get("data_files"))
-    return ProteinDataset(
+    return sft_or_packed(
         rows,
         ProteinReader(tokenizer, column, unknown, add_eos),
-        max_seq_len=sequence_limit(max_seq_len, tokenizer),
+        tokenizer,
+        make=ProteinDataset,
+        max_seq_len=max_seq_len,
         overlong=overlong,
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_rows,

@@ -240,9 +240,11 @@ def build_loader(
 def _collate_at_most(collate: Any, max_tokens: int, samples: Any) -> Any:
     # The model cannot check this itself: under context parallelism it sees a slice.
     batch = collate(samples)
-    if batch["tokens"].size(1) > max_tokens:
+    # Of packed documents each stands alone.
+    longest = int(batch["seq_lens"].max()) if "seq_lens" in batch else batch["tokens"].size(1)
+    if longest > max_tokens:
         raise UserError(
-            f"a sequence of {batch['tokens'].size(1)} tokens is longer than the model's"
+            f"a sequence of {longest} tokens is longer than the model's"
             f" sliding_window of {max_tokens}, and attention here is full; set"
             f" tokenizer.max_seq_len to {max_tokens} or less"
         )

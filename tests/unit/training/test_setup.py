@@ -18,6 +18,13 @@ def test_a_sequence_beyond_the_sliding_window_is_refused_whole_not_by_slice():
         _collate_at_most(collate, 8, [sample(9)])
 
 
+def test_packed_documents_are_held_against_the_limit_one_by_one() -> None:
+    packed = {"tokens": [1] * 12, "labels": [1] * 12, "seq_lens": [4, 8]}
+    assert _collate_at_most(collate, 8, [packed])["tokens"].shape == (1, 12)
+    with pytest.raises(UserError, match="sequence of 8 tokens"):
+        _collate_at_most(collate, 7, [packed])
+
+
 def test_only_rank_zero_speaks_below_errors(monkeypatch):
     assert setup_logging("INFO").isEnabledFor(logging.INFO)
     monkeypatch.setattr("torchtune_cp.training.setup.is_rank_zero", lambda: False)

@@ -1,5 +1,6 @@
 """Context parallelism: the seam where a sequence is cut and attention is distributed."""
 
+from torchtune_cp.distributed.context_parallel.balance import attention_flops, attention_imbalance
 from torchtune_cp.distributed.context_parallel.manager import context_parallel, unshard
 
-__all__ = ["context_parallel", "unshard"]
+__all__ = ["attention_flops", "attention_imbalance", "context_parallel", "unshard"]
