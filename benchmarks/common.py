@@ -181,28 +181,23 @@ def one_document(seq_len: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels, "input_pos": torch.arange(seq_len)[None]}
 
 
-def build_ours(
+def our_training(
     seq_len: int,
     cp: int,
     compiled: bool = False,
     checkpointing: bool = False,
     make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
     **options: Any,
-) -> Callable[[str], Any]:
-    """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
+) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
+    """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward.
 
     ``make_batch`` gives the batch that all steps take, ``options`` are for ``context_parallel``.
-
-    The returned function takes ``"step"`` (returns this process's peak resident bytes) or
-    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
     """
     from functools import partial
 
-    from benchmarks.live_storage import LiveStorage
     from torchtune_cp.checkpointing.sources import RandomSource
     from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
     from torchtune_cp.distributed.fsdp import materialize, shard_model
-    from torchtune_cp.metrics import peak_memory_bytes
     from torchtune_cp.models.init import init_tensor_
     from torchtune_cp.models.llama3 import llama3
     from torchtune_cp.training import LinearCrossEntropyLoss
@@ -230,6 +225,29 @@ def build_ours(
             head = partial(loss_fn, labels=local["labels"])
             loss = model(local["tokens"], local["input_pos"], output_fn=head)
             (loss * scale).backward()
+
+    return model, optimizer, forward_backward
+
+
+def build_ours(
+    seq_len: int,
+    cp: int,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
+    **options: Any,
+) -> Callable[[str], Any]:
+    """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
+
+    For the arguments see :func:`our_training`. The returned function takes ``"step"`` (returns this process's peak resident bytes) or
+    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
+    """
+    from benchmarks.live_storage import LiveStorage
+    from torchtune_cp.metrics import peak_memory_bytes
+
+    _, optimizer, forward_backward = our_training(
+        seq_len, cp, compiled, checkpointing, make_batch, **options
+    )
 
     def step(command: str) -> Any:
         result = None
