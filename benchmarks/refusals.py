@@ -31,6 +31,12 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
         "context_parallel_rotate_method": "alltoall",
     },
     {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
+    {"context_parallel_ulysses_dim": 2, "context_parallel_method": "ring"},
+    {
+        "context_parallel_ulysses_dim": 2,
+        "context_parallel_method": "ulysses",
+        "context_parallel_dim": 3,
+    },
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
     {"optimizer_in_bwd": True, "on_nonfinite": "skip"},

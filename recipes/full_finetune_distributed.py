@@ -43,6 +43,7 @@ from torchtune_cp.training.setup import (
     build_tokenizer,
     parallel_dims,
     setup_logging,
+    ulysses_dim,
 )
 from torchtune_cp.training.step import (
     clip_gradients,
@@ -106,7 +107,9 @@ def main(cfg: FullFinetuneConfig) -> None:
     cut = partial(
         context_parallel,
         meshes.cp,
+        method=cfg.context_parallel_method,
         rotate_method=cfg.context_parallel_rotate_method,
+        ulysses_dim=ulysses_dim(cfg, model),
         pad_to_multiple_of=dims.min_seq_len_divisor,
     )
 

@@ -40,9 +40,7 @@ def _spelt(value: Any) -> str:
     )
 
 
-NOT_YET: tuple[NotYet, ...] = (
-    NotYet("context_parallel_method", ("ring",), "another attention method"),
-)
+NOT_YET: tuple[NotYet, ...] = ()
 
 _PACKED_NOT_YET = "asks for packed documents, which are not available in this version; set"
 
@@ -104,6 +102,19 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
         yield "compile: must be false with ac_option=op_kv; ac_option=op can be compiled"
 
 
+def _ulysses(values: Mapping[str, Any]) -> Iterator[str]:
+    parts, degree = values.get("context_parallel_ulysses_dim"), values.get("context_parallel_dim")
+    if parts is None:
+        return
+    if values.get("context_parallel_method") != "ulysses":
+        yield (
+            f"context_parallel_ulysses_dim: {parts} needs context_parallel_method=ulysses;"
+            " set it to null"
+        )
+    elif degree is not None and degree % parts:
+        yield f"context_parallel_ulysses_dim: {parts} does not divide context_parallel_dim={degree}"
+
+
 def _ignored_labels(values: Mapping[str, Any]) -> Iterator[str]:
     loss = values.get("loss")
     if isinstance(loss, Mapping) and loss.get("ignore_index", -100) != -100:
@@ -158,6 +169,7 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _packed,
     _validation,
     _activation_checkpointing,
+    _ulysses,
     _ignored_labels,
     _optimizer_in_backward,
     _float8,

@@ -266,7 +266,7 @@ def _unless_failed(answer: Message | BaseException, own: BaseException | None) -
             raise own
         error = UserError(answer.text) if answer.kind == USER_ERROR else RuntimeError(answer.text)
         # Whoever reports the run's failure looks for the rank that it began on.
-        error.from_another_rank = True  # type: ignore[attr-defined, union-attr]
+        error.from_another_rank = True  # type: ignore[union-attr]
         raise error
     return answer
 
@@ -341,7 +341,7 @@ def create_cp_dataloader(
         )
 
     def reader() -> TokenDataLoader:
-        made: Any = dataset if hasattr(dataset, "__getitem__") else dataset()  # type: ignore[operator]
+        made: Any = dataset if hasattr(dataset, "__getitem__") else dataset()
         return TokenDataLoader(made, sampler(len(made)), collate_fn, num_workers)
 
     loader = CPDataLoader(reader, sampler, sharers)

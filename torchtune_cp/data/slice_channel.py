@@ -242,7 +242,7 @@ def _encode(
         total += _aligned(entry.numel() * entry.element_size())
     total = max(total, 1)
     header[:_FIRST] = torch.tensor([BATCH, total, number, len(names)])
-    buffers = []
+    buffers: list[torch.Tensor] = []
     for rank, own in enumerate(slices):
         if rank and own is slices[rank - 1]:
             buffers.append(buffers[-1])

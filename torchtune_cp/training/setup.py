@@ -20,6 +20,7 @@ from torchtune_cp.config import FullFinetuneConfig, component_callable, instanti
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
+from torchtune_cp.distributed.context_parallel.heads import ulysses_degree
 from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
@@ -143,6 +144,27 @@ def build_model(
     else:
         model.to_empty(device=shards_on)
     return model
+
+
+def ulysses_dim(cfg: FullFinetuneConfig, model: TransformerDecoder) -> int | None:
+    """How many ranks share the attention heads with ``context_parallel_method: ulysses``, else None.
+
+    Args:
+        cfg: The run's config.
+        model: Its numbers of heads decide where the config does not.
+
+    Raises:
+        UserError: The heads cannot be given out to so many ranks.
+    """
+    if cfg.context_parallel_method != "ulysses":
+        return None
+    tp = cfg.tensor_parallel_dim
+    return ulysses_degree(
+        cfg.context_parallel_dim,
+        model.config.num_heads // tp,
+        model.config.num_kv_heads // tp,
+        cfg.context_parallel_ulysses_dim,
+    )
 
 
 def _compiles(setting: bool | DictConfig, part: str) -> bool:

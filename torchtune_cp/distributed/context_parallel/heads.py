@@ -7,6 +7,34 @@ from collections.abc import Sequence
 import torch
 
 from torchtune_cp.distributed.context_parallel.exchange import Grid
+from torchtune_cp.errors import UserError
+
+
+def ulysses_degree(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = None) -> int:
+    """Choose how many ranks share the heads with the method ulysses.
+
+    Args:
+        cp: Context-parallel degree.
+        num_heads: Query heads (of one tensor-parallel rank).
+        num_kv_heads: KV heads, likewise.
+        wanted: ``context_parallel_ulysses_dim``. None takes the largest divisor of ``cp`` by which both
+            kinds of heads can be split, so that no KV head is sent twice; where only 1 is, the largest
+            that splits the query heads.
+
+    Raises:
+        UserError: The choice, or every choice but 1, does not divide the query heads.
+    """
+    if wanted is None:
+        divisors = [d for d in range(cp, 1, -1) if cp % d == 0 and num_heads % d == 0]
+        evenly = [d for d in divisors if num_kv_heads % d == 0]
+        wanted = next(iter(evenly or divisors), cp)
+    if num_heads % wanted or cp % wanted:
+        raise UserError(
+            f"context_parallel_method=ulysses over {wanted} of context_parallel_dim={cp} ranks: they do"
+            f" not divide num_heads={num_heads} (of a tensor-parallel rank); set"
+            " context_parallel_ulysses_dim to a divisor of both, or context_parallel_method=ring"
+        )
+    return wanted
 
 
 class HeadSplit:

@@ -33,6 +33,8 @@ ATTENTION_OPS = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
         aten._flash_attention_forward.default,
         aten._efficient_attention_forward.default,
+        torch.ops.torchtune_cp.attention.default,
+        torch.ops.torchtune_cp.to_tokens.default,
     }
 )
 
