@@ -169,9 +169,7 @@ def recipe_config(folder: Path | None, output_dir: Path, **overrides: Any) -> An
     return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
 
 
-def run_recipe(
-    cfgs: list[Any], stores: Path, name: str = "full_finetune_distributed"
-) -> None:
+def run_recipe(cfgs: list[Any], stores: Path, name: str = "full_finetune_distributed") -> None:
     """Run a recipe on this rank once per config, in a fresh process group each time."""
     from torchtune_cp import config
     from torchtune_cp.config import to_typed
