@@ -47,14 +47,14 @@ class Sharers:
         cp: Context-parallel degree.
         dp_rank: This group's place among the data-parallel groups.
         dp_degree: Their number.
-        readers: The reading ranks of all groups, or this group's alone where the others are not known.
+        peers: The ranks at this one's place in every group, this rank alone where the others are not known.
     """
 
     ranks: list[int]
     cp: int
     dp_rank: int
     dp_degree: int
-    readers: list[int]
+    peers: list[int]
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Sharers:
@@ -82,7 +82,7 @@ class Sharers:
             cp=mesh.size(names.index("cp")) if "cp" in names else 1,
             dp_rank=mine,
             dp_degree=len(groups),
-            readers=groups[:, 0].tolist(),
+            peers=groups[:, groups[mine].tolist().index(dist.get_rank())].tolist(),
         )
 
     @classmethod
@@ -112,7 +112,7 @@ class Sharers:
                     f"create_cp_dataloader: {name}={given}, but cp_group has {actual}; give the group"
                     " of the ranks that share each sequence"
                 )
-        return cls(ranks, len(ranks), dp_rank, dp_degree, ranks[:1])
+        return cls(ranks, len(ranks), dp_rank, dp_degree, [ranks[own]])
 
 
 class _OneAhead:
@@ -175,10 +175,10 @@ class CPDataLoader(ResumableLoader):
         self._cp = sharers.cp
         self._reader: TokenDataLoader | None = None
         self._source: Iterator[dict[str, torch.Tensor]] = iter(())
-        self._readers: Readers | None = None
         self._own_error: BaseException | None = None
-        if self._channel.is_reader:
-            self._readers = Readers(sharers.readers)
+        # Not by the readers alone: torch names a group after the number of those that a rank has.
+        self._peers = Readers(sharers.peers)
+        self._readers = self._peers if self._channel.is_reader else None
         start = self._exchange(self._count_samples, make_reader)
         super().__init__(make_sampler(_unless_failed(start, self._own_error).number))
         self._ahead: _OneAhead | None = _OneAhead(lambda: self._exchange(self._next_batch))
@@ -217,8 +217,7 @@ class CPDataLoader(ResumableLoader):
         self._ahead = None
         self._source = iter(())
         self._channel.close()
-        if self._readers is not None:
-            self._readers.close()
+        self._peers.close()
 
     # --- in the background ----------------------------------------------------------------------
 
@@ -341,7 +340,9 @@ def create_cp_dataloader(
         )
 
     def reader() -> TokenDataLoader:
-        made: Any = dataset if hasattr(dataset, "__getitem__") else dataset()
+        # Asked of the type: a class can be given as the function that makes its objects.
+        given: Any = dataset
+        made = given if hasattr(type(given), "__getitem__") else given()
         return TokenDataLoader(made, sampler(len(made)), collate_fn, num_workers)
 
     loader = CPDataLoader(reader, sampler, sharers)

@@ -72,7 +72,7 @@ def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, tor
             f"a batch of {list(shape)} tokens with documents padded to {padded} cannot be cut over"
             f" {cp} ranks: each must be a multiple of {2 * cp}"
         ) from error
-    cut = {key for key, entry in batch.items() if entry.shape == shape}
+    cut = {key for key, entry in batch.items() if getattr(entry, "shape", None) == shape}
     return [
         {
             key: entry.flatten()[own].view(shape[0], -1) if key in cut else entry

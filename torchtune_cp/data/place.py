@@ -29,7 +29,7 @@ class ResumableLoader:
         """
         self.global_sampler = sampler
         self._position = 0
-        self._resume_at: int | None = None
+        self._resume_at: tuple[int, int] | None = None  # epoch, samples
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on every rank."""
@@ -102,7 +102,7 @@ class ResumableLoader:
             sampler.epoch += 1
             position = 0
         self._position = position
-        self._resume_at = position
+        self._resume_at = (sampler.epoch, position)
 
     def start_at(self, epoch: int, position: int) -> None:
         """Let the next iteration start at a place of an epoch.
@@ -113,7 +113,7 @@ class ResumableLoader:
         """
         self.global_sampler.epoch = epoch
         self._position = position
-        self._resume_at = position
+        self._resume_at = (epoch, position)
 
     def begin(self) -> int:
         """Start an iteration.
@@ -121,7 +121,9 @@ class ResumableLoader:
         Returns:
             The place it starts at.
         """
-        start = self._resume_at or 0
+        epoch, start = self._resume_at or (self.epoch, 0)
+        if epoch != self.epoch:  # the sampler was told another one
+            start = 0
         self._resume_at = None
         self._position = start
         return start

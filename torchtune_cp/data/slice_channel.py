@@ -61,13 +61,40 @@ class Message:
     text: str = ""
 
 
-def make_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Make a gloo group for CPU tensors; its ranks alone have to call this. None for a single rank."""
+#: Groups that no loader uses any more, by their ranks, and the default group that they were made under.
+#: A destroyed group's name would be given again to a new one of the same ranks, which would then meet
+#: under the addresses that the old one left in the store; so none is destroyed by itself.
+_free: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+_free_of: dist.ProcessGroup | None = None
+
+
+def take_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Make a gloo group for CPU tensors, or take one that was given back.
+
+    Args:
+        ranks: Global ranks; they alone have to call this, all of them in the same order and, since torch
+            names a group after the number of those that a rank has, with as many groups before.
+
+    Returns:
+        The group, None for a single rank.
+    """
+    global _free_of
     if len(ranks) < 2:
         return None
+    if _free_of is not dist.group.WORLD:  # the processes have met anew since
+        _free.clear()
+        _free_of = dist.group.WORLD
+    if _free.get(tuple(ranks)):
+        return _free[tuple(ranks)].pop()
     return dist.new_group(
         list(ranks), backend="gloo", timeout=_TIMEOUT, use_local_synchronization=True
     )
+
+
+def give_back(group: dist.ProcessGroup | None) -> None:
+    """Let another loader of the same ranks have a group; nothing may be under way on it."""
+    if group is not None and dist.is_initialized() and _free_of is dist.group.WORLD:
+        _free.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
 
 
 class Parcel:
@@ -108,7 +135,7 @@ class SliceChannel:
             ranks: Global ranks; the first one reads.
         """
         self._ranks = list(ranks)
-        self._group = make_group(self._ranks)
+        self._group = take_group(self._ranks)
         self.is_reader = self._group is None or dist.get_rank() == self._ranks[0]
 
     def send(self, parcel: Parcel) -> Message:
@@ -149,7 +176,7 @@ class Readers:
             ranks: Global ranks.
         """
         self._ranks = list(ranks)
-        self._group = make_group(self._ranks)
+        self._group = take_group(self._ranks)
 
     def agree(self, message: Message) -> Message:
         """Tell the others how this rank's reading went.
@@ -194,12 +221,6 @@ class Readers:
         """Give the process group back."""
         give_back(self._group)
         self._group = None
-
-
-def give_back(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group, unless all of them have been."""
-    if group is not None and dist.is_initialized():
-        dist.destroy_process_group(group)
 
 
 def _aligned(size: int) -> int:
