@@ -239,8 +239,9 @@ def build_ours(
 ) -> Callable[[str], Any]:
     """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
 
-    For the arguments see :func:`our_training`. The returned function takes ``"step"`` (returns this process's peak resident bytes) or
-    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
+    For the arguments see :func:`our_training`. The returned function takes ``"step"`` (returns this
+    process's peak resident bytes) or ``"activations"`` (returns the peak bytes of tensors that came to
+    life during the step).
     """
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.metrics import peak_memory_bytes

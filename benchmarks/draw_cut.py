@@ -5,6 +5,7 @@ python -m benchmarks.draw_cut
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from torchtune_cp.data import MaskedLMCollator, cut_for_ranks
@@ -48,7 +49,7 @@ def draw() -> str:
     y += 80
     parts.append(_label(y, f"padded to 2 x {CP}"))
     chunks = 2 * CP
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in pairwise(ends):
         for place in range(start, stop):
             chunk = (place - start) * chunks // (stop - start)
             owner = min(chunk, chunks - 1 - chunk)
