@@ -229,26 +229,18 @@ def our_training(
     return model, optimizer, forward_backward
 
 
-def build_ours(
-    seq_len: int,
-    cp: int,
-    compiled: bool = False,
-    checkpointing: bool = False,
-    make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
-    **options: Any,
-) -> Callable[[str], Any]:
+def build_ours(seq_len: int, cp: int, *settings: bool, **options: Any) -> Callable[[str], Any]:
     """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
 
-    For the arguments see :func:`our_training`. The returned function takes ``"step"`` (returns this
-    process's peak resident bytes) or ``"activations"`` (returns the peak bytes of tensors that came to
-    life during the step).
+    Further arguments are those of :func:`our_training`.
+
+    The returned function takes ``"step"`` (returns this process's peak resident bytes) or
+    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
     """
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.metrics import peak_memory_bytes
 
-    _, optimizer, forward_backward = our_training(
-        seq_len, cp, compiled, checkpointing, make_batch, **options
-    )
+    _, optimizer, forward_backward = our_training(seq_len, cp, *settings, **options)
 
     def step(command: str) -> Any:
         result = None

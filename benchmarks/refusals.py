@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_cp.config.combinations import (
-    NOT_YET,
     combination_problems,
     degrees_problem,
     tensor_parallel_problems,
@@ -26,7 +25,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"data_parallel": "ddp", "fsdp_cpu_offload": True},
     {"data_parallel": "ddp", "custom_sharded_layers": ["output"]},
     {"data_parallel": "ddp", "data_parallel_shard_dim": 2},
-    {"dataset": {"packed": True}},
+    {"sequence_format": "thd", "dataset": {"packed": True}},
     {"run_val_every_n_steps": 5, "dataset_val": None},
     {"keep_best": True, "run_val_every_n_steps": None},
     {"loss": {"ignore_index": -1}},
@@ -81,13 +80,10 @@ def _spelt(values: Mapping[str, Any], prefix: str = "") -> str:
 
 def refusals() -> list[tuple[str, str]]:
     """What is refused: an example, and what the rules say about it."""
-    unavailable = {rule.key for rule in NOT_YET}
     lines = []
     for values in EXAMPLES:
         said = combination_problems(values)
-        # An option that is not available at all stands in the list of those.
-        said = [s for s in said if s.partition(":")[0] not in unavailable]
-        if said and not unavailable & values.keys():
+        if said:
             lines.append((_spelt(values), "; ".join(said)))
     eight = degrees_problem(_DEGREES, 8)
     assert eight is not None
@@ -98,13 +94,7 @@ def refusals() -> list[tuple[str, str]]:
 
 
 def render_refusals() -> str:
-    """Lay out the refused combinations and the options that are not available, as Markdown."""
+    """Lay out the refused combinations as Markdown."""
     lines = ["| together | refused with |", "| --- | --- |"]
     lines += [f"| {example} | {said.replace('|', chr(92) + '|')} |" for example, said in refusals()]
-    if NOT_YET:
-        keys = ", ".join(f"`{rule.key}`" for rule in NOT_YET)
-        lines += [
-            "",
-            f"Not available at all, and refused with any other value than the default: {keys}.",
-        ]
     return "\n".join([*lines, ""])

@@ -18,6 +18,7 @@ from torchtune_cp import config
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import MaskedLMConfig
 from torchtune_cp.distributed import Meshes, context_parallel
+from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
@@ -52,6 +53,7 @@ from torchtune_cp.training.setup import (
 )
 from torchtune_cp.training.step import (
     clip_gradients,
+    imbalance_over,
     max_over,
     sum_over,
     to_device,
@@ -104,7 +106,7 @@ def main(cfg: MaskedLMConfig) -> None:
     state, run = TrainingState(model, optimizer, scheduler), run_record(cfg, dims, seed)
     restore(found, checkpoints, state, at, run)
     report = build_report(cfg, at.total_steps, dims.world_size, resume_step=at.resumed_at)
-    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes)
+    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes, before_raising=checkpoints.wait)
     nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)
 
@@ -186,12 +188,14 @@ def main(cfg: MaskedLMConfig) -> None:
                 )
                 # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
                 scale = meshes.loss.size() / max(tokens, 1)
-                losses, guessed = [], torch.zeros((), dtype=torch.int64, device=device)
+                losses, work = [], 0.0
+                guessed = torch.zeros((), dtype=torch.int64, device=device)
                 for i, batch in enumerate(batches):
                     set_gradient_sync(model, i == len(batches) - 1)
                     with attend(to_device(batch, device)) as local:
                         loss, right = slice_loss(local)
                         (loss * scale).backward()
+                    work += attention_work(local)
                     guessed += right
                     losses.append(loss.detach())
                 grad_norm = gradient_norm()
@@ -207,6 +211,7 @@ def main(cfg: MaskedLMConfig) -> None:
                 at.advance()
 
                 (all_guessed,) = sum_over(meshes.loss, guessed, device=device)
+                imbalance = imbalance_over(meshes.loss, work, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
                 seconds = timer.stop()
                 mean_loss = totals.loss_sum / max(tokens, 1)
@@ -220,6 +225,7 @@ def main(cfg: MaskedLMConfig) -> None:
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
                     memory=memory_stats(device),
+                    attention_imbalance=imbalance,
                     nonfinite_steps=None if totals.finite else nonfinite.count,
                     extra={
                         "accuracy": all_guessed / max(tokens, 1),

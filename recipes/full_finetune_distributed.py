@@ -18,6 +18,7 @@ from torchtune_cp import config
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.distributed import Meshes, context_parallel
+from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
@@ -48,6 +49,7 @@ from torchtune_cp.training.setup import (
 from torchtune_cp.training.step import (
     clip_gradients,
     count_label_tokens,
+    imbalance_over,
     max_over,
     sum_over,
     to_device,
@@ -84,7 +86,6 @@ def main(cfg: FullFinetuneConfig) -> None:
         tokenizer=tokenizer,
         meshes=meshes,
         seed=seed,
-        max_tokens=model.config.sliding_window,
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)
@@ -99,7 +100,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     state, run = TrainingState(model, optimizer, scheduler), run_record(cfg, dims, seed)
     restore(found, checkpoints, state, at, run)
     report = build_report(cfg, at.total_steps, dims.world_size, resume_step=at.resumed_at)
-    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes)
+    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes, before_raising=checkpoints.wait)
     nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)
 
@@ -110,6 +111,7 @@ def main(cfg: FullFinetuneConfig) -> None:
         method=cfg.context_parallel_method,
         rotate_method=cfg.context_parallel_rotate_method,
         ulysses_dim=ulysses_dim(cfg, model),
+        window=model.config.sliding_window,
         pad_to_multiple_of=dims.min_seq_len_divisor,
     )
 
@@ -164,12 +166,13 @@ def main(cfg: FullFinetuneConfig) -> None:
                 (tokens,) = sum_over(meshes.dp, count_label_tokens(batches), device=device)
                 # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
                 scale = meshes.loss.size() / max(tokens, 1)
-                losses = []
+                losses, work = [], 0.0
                 for i, batch in enumerate(batches):
                     set_gradient_sync(model, i == len(batches) - 1)
                     with cut(to_device(batch, device)) as local:
                         loss = slice_loss(local)
                         (loss * scale).backward()
+                    work += attention_work(local)
                     losses.append(loss.detach())
                 grad_norm = gradient_norm()
                 totals = step_totals(meshes, losses, grad_norm, device)
@@ -186,6 +189,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                 at.advance()
 
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
+                imbalance = imbalance_over(meshes.loss, work, device=device)
                 seconds = timer.stop()
                 report.step(
                     step=at.step,
@@ -196,6 +200,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                     tokens=int(tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
+                    attention_imbalance=imbalance,
                     memory=memory_stats(device),
                     nonfinite_steps=None if totals.finite else nonfinite.count,
                 )

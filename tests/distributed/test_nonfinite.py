@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.fixtures import VOCAB, Samples, recipe_config, run_recipe, save_llama
 from tests.distributed.harness import run_ranks
+from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics import read_metrics
 
@@ -76,11 +77,12 @@ def _run(cfgs: list[Any], stores: Path) -> list[dict[str, Any]]:
     for i, cfg in enumerate(cfgs):
         RecordingAdamW.log.clear()
         told.clear()
-        error = None
+        error, saved = None, None
         try:
             run_recipe([cfg], stores.with_name(f"store{i}"))
         except UserError as raised:
             error = str(raised)
+            saved = [path.name for path in list_checkpoints(Path(cfg.output_dir) / "checkpoints")]
             torch.distributed.destroy_process_group()
         untouched = [
             all(torch.equal(a, b) for a, b in zip(now[0], last[1], strict=True))
@@ -90,6 +92,7 @@ def _run(cfgs: list[Any], stores: Path) -> list[dict[str, Any]]:
             {
                 "told": list(told),
                 "error": error,
+                "saved": saved,
                 "steps": len(RecordingAdamW.log),
                 "untouched": untouched,
             }
@@ -152,6 +155,8 @@ def runs(tmp_path_factory):
             on_nonfinite="raise",
             optimizer={"_component_": "torch.optim.SGD", "lr": 1e38},
             lr_scheduler=None,
+            save_every_n_steps=1,
+            enable_async_checkpointing=True,
         ),
     ]
     return base, run_ranks(2, _run, cfgs, base / "stores")
@@ -215,3 +220,8 @@ def test_raise_ends_the_run_on_every_rank_with_the_same_line(runs):
     assert "the step's samples 2, 3;" in error
     assert "\n" not in error
     assert not (base / "raise" / "final").exists()
+
+
+def test_a_checkpoint_in_the_making_is_finished_before_the_run_is_ended(runs):
+    _, ranks = runs
+    assert [rank[3]["saved"] for rank in ranks] == [["step_1"], ["step_1"]]

@@ -16,7 +16,6 @@ from tests.docs import config_rows
 from tests.docs.pages import CHECKOUT, PAGES, name_of
 from torchtune_cp import __version__, distributed
 from torchtune_cp.config import MaskedLMConfig
-from torchtune_cp.config.combinations import NOT_YET
 from torchtune_cp.config.torchtune_names import ALIASES
 from torchtune_cp.distributed import fsdp
 
@@ -59,20 +58,6 @@ def test_the_esm2_page_has_the_keys_that_its_recipe_adds() -> None:
 
 def test_the_figure_of_the_cut_is_what_the_loader_does() -> None:
     assert draw_cut.FIGURE.read_text(encoding="utf-8") == draw_cut.draw()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/from_torchtune.md", "docs/config.md"])
-def test_what_is_not_available_is_what_the_schema_refuses(page: str) -> None:
-    text = _text(page)
-    for rule in NOT_YET:
-        if page == "docs/from_torchtune.md" and rule.key == "context_parallel_method":
-            continue  # no key of torchtune's
-        assert f"`{rule.key}`" in text, rule.key
-    if page == "docs/config.md":
-        rows = {key: meaning for key, _, _, meaning in _ROW.findall(text)}
-        marked = {key for key, meaning in rows.items() if meaning.startswith("not available yet")}
-        only = {key for key, meaning in rows.items() if re.match(r"only .* available", meaning)}
-        assert marked | only == {rule.key for rule in NOT_YET}
 
 
 def _exists(dotted: str) -> bool:

@@ -54,7 +54,10 @@ class TensorBoardLogger:
             ) from error
         folder = Path(log_dir).expanduser()
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
-        resume_step = None if run_notes is None else run_notes.resume_step
+        # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
+        purge_step = None
+        if run_notes is not None:
+            purge_step = 0 if run_notes.resume_step is None else run_notes.resume_step + 1
         if run_notes is not None and organize_logs:
             earlier = Path(run_notes.get(_NOTE) or "")
             if earlier.parent == folder and earlier.is_dir():
@@ -62,7 +65,7 @@ class TensorBoardLogger:
         try:
             self._writer = SummaryWriter(
                 log_dir=str(self.log_dir),
-                purge_step=None if resume_step is None else resume_step + 1,
+                purge_step=purge_step,
             )
         except OSError as error:
             raise UserError(

@@ -111,6 +111,11 @@ class EncoderConfig:
         return False
 
     @property
+    def sliding_window(self) -> int | None:
+        """Attention has no window."""
+        return None
+
+    @property
     def is_causal(self) -> bool:
         """Every token attends to every token."""
         return False

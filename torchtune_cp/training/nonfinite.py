@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,15 +68,20 @@ class NonFiniteGuard:
         count: Steps skipped so far in the whole run; a resumed run sets it.
     """
 
-    def __init__(self, action: str, meshes: Meshes) -> None:
+    def __init__(
+        self, action: str, meshes: Meshes, *, before_raising: Callable[[], None] | None = None
+    ) -> None:
         """Count from zero.
 
         Args:
             action: ``skip`` (the optimizer leaves the step out) or ``raise`` (the run ends).
             meshes: Names the data-parallel rank whose samples are told.
+            before_raising: Called on every rank before the run ends, for what must not be lost: a
+                checkpoint that is being written.
         """
         assert action in ("skip", "raise"), action
         self.count = 0
+        self._before_raising = before_raising
         self._action = action
         self._meshes = meshes
 
@@ -110,6 +115,8 @@ class NonFiniteGuard:
         if math.isfinite(totals.loss_sum):
             what = f"the gradient's norm is {totals.grad_norm} (the loss is finite)"
         if self._action == "raise":
+            if self._before_raising is not None:
+                self._before_raising()
             raise UserError(
                 f"step {step}: {what}; {told}; on_nonfinite=raise ends the run,"
                 " on_nonfinite=skip leaves such steps out"

@@ -258,7 +258,6 @@ def build_loader(
     seed: int,
     *,
     validation: bool = False,
-    max_tokens: int | None = None,
 ) -> TokenDataLoader:
     """Build the loader of this rank's data-parallel group; its context-parallel peers read the same.
 
@@ -270,7 +269,6 @@ def build_loader(
         seed: Of the order of samples.
         validation: Read every sample exactly once, in order; training instead leaves out an
             incomplete last global batch.
-        max_tokens: The longest sequence that the model takes, None for any.
 
     Raises:
         UserError: A dataset that cannot be read, or holds less than one global batch.
@@ -278,11 +276,8 @@ def build_loader(
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
     collate = component_callable(cfg.collate_fn)
-    if max_tokens is not None:
-        collate = partial(_collate_at_most, collate, max_tokens)
     if _compiles(cfg.compile, "model"):
-        cuts = [n for n in (max_tokens, getattr(tokenizer, "max_seq_len", None)) if n is not None]
-        collate = bucketed(collate, longest=min(cuts, default=None))
+        collate = bucketed(collate, longest=getattr(tokenizer, "max_seq_len", None))
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
@@ -293,17 +288,3 @@ def build_loader(
         drop_last=not validation,
         collate_fn=collate,
     )
-
-
-def _collate_at_most(collate: Any, max_tokens: int, samples: Any) -> Any:
-    # The model cannot check this itself: under context parallelism it sees a slice.
-    batch = collate(samples)
-    # Of packed documents each stands alone.
-    longest = int(batch["seq_lens"].max()) if "seq_lens" in batch else batch["tokens"].size(1)
-    if longest > max_tokens:
-        raise UserError(
-            f"a sequence of {longest} tokens is longer than the model's"
-            f" sliding_window of {max_tokens}, and attention here is full; set"
-            f" tokenizer.max_seq_len to {max_tokens} or less"
-        )
-    return batch

@@ -170,17 +170,6 @@ def test_checkpoints_are_resumed_from_by_choice_or_by_path() -> None:
     assert line == "resume_from_checkpoint: expected true or false or a string, got 8"
 
 
-def test_packed_datasets_are_refused_wherever_they_stand() -> None:
-    packed = {"_component_": "a.b", "packed": True}
-    assert [line.split(":")[0] for line in problems(dataset=packed, dataset_val=packed)] == [
-        "dataset.packed",
-        "dataset_val.packed",
-    ]
-    (line,) = problems(dataset=[{"_component_": "a.b"}, packed])
-    assert line.startswith("dataset.1.packed: ")
-    assert problems(dataset=packed | {"packed": False}) == []
-
-
 def test_values_that_contradict_each_other_are_refused() -> None:
     assert "run_val_every_n_steps" in problems(run_val_every_n_steps=2)[0]
     assert "for keep_best=true" in problems(keep_best=True)[0]

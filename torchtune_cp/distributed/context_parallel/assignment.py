@@ -53,6 +53,10 @@ def placed(pieces: Iterable[Piece], at: int = 0) -> list[Placed]:
     return result
 
 
+#: What attention work is evened out to, largest over mean, where it costs at most this much of the time:
+#: costs that close are within the error of the model, and what balances does not depend on it.
+FAIR_IMBALANCE, FAIRNESS_COST = 1.05, 1.05
+
 #: The pieces of each rank.
 Assignment = list[list[Piece]]
 
@@ -190,7 +194,7 @@ def assign(lengths: Sequence[int], ranks: int, mask: AttentionMask) -> Assignmen
 
     Weighed are: every document of at least so many tokens cut evenly over all ranks and the shorter ones
     given out whole (for powers of two), and the documents laid end to end and cut into equal chunks,
-    consecutive or head-tail.
+    consecutive or head-tail. Of ways that cost nearly the same, one that balances attention is taken.
 
     Args:
         lengths: Tokens of each document.
@@ -203,7 +207,15 @@ def assign(lengths: Sequence[int], ranks: int, mask: AttentionMask) -> Assignmen
     """
     if not lengths:
         return [[] for _ in range(ranks)]
-    best = min(_candidates(lengths, ranks, mask), key=lambda pieces: cost(pieces, lengths, mask))
+    weighed = [(cost(way, lengths, mask), way) for way in _candidates(lengths, ranks, mask)]
+    cheapest, best = min(weighed, key=lambda w: w[0])
+    for costs, way in sorted(weighed, key=lambda w: w[0]):
+        pairs = pairs_by_rank(way, lengths, mask)
+        if costs > FAIRNESS_COST * cheapest:
+            break
+        if max(pairs) * ranks <= FAIR_IMBALANCE * sum(pairs):
+            best = way
+            break
     return _in_order(best)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import torch
 
 from torchtune_cp.distributed.context_parallel.documents import AttentionMask
 
 if TYPE_CHECKING:
-    from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
+    from torchtune_cp.distributed.context_parallel.layout import DocumentLayout, SequenceLayout
 
 #: Per pair, query head and element of a head: a multiplication and an addition for the score, and as
 #: many for the value; backward has five products of that size where forward has two.
@@ -40,7 +43,11 @@ def attention_pairs(start: int, stop: int, length: int, mask: AttentionMask) -> 
 
 
 def attention_flops(
-    layout: DocumentLayout, num_heads: int, head_dim: int, *, backward: bool = True
+    layout: DocumentLayout | SequenceLayout,
+    num_heads: int,
+    head_dim: int,
+    *,
+    backward: bool = True,
 ) -> list[int]:
     """Count the floating-point operations of attention in one layer, by rank.
 
@@ -62,7 +69,23 @@ def attention_flops(
     ]
 
 
-def attention_imbalance(layout: DocumentLayout) -> float:
+def attention_work(local: Mapping[str, torch.Tensor]) -> float:
+    """Count the query-key pairs of one head that this rank attends to in a batch.
+
+    All layers and heads do the same pairs, so FLOPs are a multiple of them. Where ranks share the heads
+    (Ulysses), a rank counts its part.
+
+    Args:
+        local: What :func:`context_parallel` yielded.
+    """
+    pairs: float | None = getattr(local, "attention_pairs", None)
+    if pairs is not None:
+        return pairs
+    rows, length = local["tokens"].shape  # the whole batch, on one rank
+    return rows * attention_pairs(0, length, length, AttentionMask())
+
+
+def attention_imbalance(layout: DocumentLayout | SequenceLayout) -> float:
     """The largest over the mean attention work of the ranks; 1.0 when all have the same.
 
     Args:

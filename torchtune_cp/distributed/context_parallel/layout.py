@@ -19,6 +19,7 @@ from torchtune_cp.distributed.context_parallel.assignment import (
     pairs_by_rank,
     placed,
 )
+from torchtune_cp.distributed.context_parallel.balance import attention_pairs
 from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
 from torchtune_cp.errors import UserError
 
@@ -117,12 +118,22 @@ class SequenceLayout:
         padded_len: Tokens of a row with it, a multiple of ``2 cp``.
         cp: Context-parallel degree.
         is_causal: Head-tail order, or consecutive slices.
+        rows: Sequences in the batch.
+        heads_split: 1: every rank has all heads.
     """
 
     seq_len: int
     padded_len: int
     cp: int
     is_causal: bool
+    rows: int = 1
+    heads_split: int = 1
+
+    def pairs(self) -> list[int]:
+        """Query-key pairs that are computed, by rank, padding included: all have the same."""
+        length = self.padded_len
+        whole = attention_pairs(0, length, length, AttentionMask(self.is_causal))
+        return [self.rows * whole // self.cp] * self.cp
 
     def restore(self, slices: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Put all ranks' slices together in the order of the sequence, without the padding.

@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_cp.distributed.context_parallel.documents import (
@@ -47,16 +48,19 @@ class LocalBatch(dict[str, torch.Tensor]):
 
     Attributes:
         layout: To be given to :func:`unshard` and to :func:`balance.attention_imbalance`.
+        attention_pairs: See :func:`balance.attention_work`.
     """
 
     layout: DocumentLayout | SequenceLayout
+    attention_pairs: float
 
     def __init__(
-        self, entries: dict[str, torch.Tensor], layout: DocumentLayout | SequenceLayout
+        self, entries: dict[str, torch.Tensor], layout: DocumentLayout | SequenceLayout, rank: int
     ) -> None:
-        """Keep the entries and the layout."""
+        """Keep the entries and the layout; ``rank`` is the one that holds the entries."""
         super().__init__(entries)
         self.layout = layout
+        self.attention_pairs = layout.pairs()[rank // layout.heads_split] / layout.heads_split
 
 
 def _pad(batch: dict[str, torch.Tensor], divisor: int, is_causal: bool) -> dict[str, torch.Tensor]:
@@ -137,6 +141,15 @@ def _region(
     schedule = "allgather" if method == "allgather" else "ring"
     plan = make_plan(layout, schedule, 0 if grid is None else grid.ring_rank)
     return document_region(Executor(plan, grid, rotate_method))
+
+
+def _tell_models(window: int | None, mask_mod: MaskMod | None) -> None:
+    """Let a model with a sliding window find out whether its context was told of it.
+
+    Models do not know this package: they look at what stands for attention.
+    """
+    if mask_mod is None:
+        F.scaled_dot_product_attention.window = window  # type: ignore[attr-defined]
 
 
 _entered = False
@@ -230,7 +243,8 @@ def context_parallel(
                 if batch.get(key) is not None
             }
             with _region(layout, grid, method, rotate_method, None, batch["tokens"].device):
-                yield LocalBatch(local, layout)
+                _tell_models(window, None)
+                yield LocalBatch(local, layout, 0 if grid is None else grid.rank)
             return
         if cp_mesh is None or cp == 1:
             # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
@@ -243,14 +257,14 @@ def context_parallel(
             batch = _with_positions(batch)
             layout = whole_rows(documents_of(batch), _shape(batch), mask)
             with _region(layout, None, "ring", rotate_method, mask_mod, batch["tokens"].device):
-                yield LocalBatch(batch, layout)
+                _tell_models(window, mask_mod)
+                yield LocalBatch(batch, layout, 0)
             return
         if not by_documents and method == "ring":
             divisor = math.lcm(2 * cp, pad_to_multiple_of)
             local = _pad(batch, divisor, is_causal)
-            sequence = SequenceLayout(
-                batch["tokens"].size(1), local["tokens"].size(1), cp, is_causal
-            )
+            rows, length = _shape(batch)
+            sequence = SequenceLayout(length, local["tokens"].size(1), cp, is_causal, rows)
             with ring_attention(
                 cp_mesh,
                 buffers=list(local.values()),
@@ -258,7 +272,8 @@ def context_parallel(
                 load_balance=is_causal,
                 rotate_method=rotate_method,
             ):
-                yield LocalBatch(local, sequence)
+                _tell_models(window, mask_mod)
+                yield LocalBatch(local, sequence, cp_mesh.get_local_rank())
             return
         batch = _with_positions(batch)
         layout = document_layout(
@@ -273,7 +288,8 @@ def context_parallel(
         grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
         local = cut_batch(batch, layout, grid.rank)
         with _region(layout, grid, method, rotate_method, mask_mod, batch["tokens"].device):
-            yield LocalBatch(local, layout)
+            _tell_models(window, mask_mod)
+            yield LocalBatch(local, layout, grid.rank)
     finally:
         _entered = False
 
