@@ -17,6 +17,15 @@ from torchtune_cp.config.combinations import (
 
 #: One example for every sentence that a rule can say.
 EXAMPLES: tuple[Mapping[str, Any], ...] = (
+    {"sequence_format": "thd", "collate_fn": "torchtune_cp.data.collate.other"},
+    {"sequence_format": "thd", "enable_fp8_training": True},
+    {"sequence_format": "thd", "tensor_parallel_dim": 2},
+    {"sequence_format": "bshd", "token_micro_batch_size": 4096},
+    {"sequence_format": "thd", "token_micro_batch_size": 4096, "batch_size": 2},
+    {"data_parallel": "ddp", "fsdp_cpu_offload": True},
+    {"data_parallel": "ddp", "custom_sharded_layers": ["output"]},
+    {"data_parallel": "ddp", "data_parallel_shard_dim": 2},
+    {"sequence_format": "thd", "dataset": {"packed": True}},
     {"run_val_every_n_steps": 5, "dataset_val": None},
     {"keep_best": True, "run_val_every_n_steps": None},
     {"loss": {"ignore_index": -1}},

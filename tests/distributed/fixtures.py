@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -168,13 +169,15 @@ def recipe_config(folder: Path | None, output_dir: Path, **overrides: Any) -> An
     return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
 
 
-def run_recipe(cfgs: list[Any], stores: Path) -> None:
-    """Run the recipe on this rank once per config, in a fresh process group each time."""
+def run_recipe(cfgs: list[Any], stores: Path, name: str = "full_finetune_distributed") -> None:
+    """Run a recipe on this rank once per config, in a fresh process group each time."""
+    from torchtune_cp import config
     from torchtune_cp.config import to_typed
 
     os.environ["TUNE_ALLOW_COMPONENTS"] = "tests"
     sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-    import full_finetune_distributed as recipe
+    recipe = importlib.import_module(name)
+    schema = {"esm2_mlm_distributed": config.MaskedLMConfig}.get(name, config.FullFinetuneConfig)
 
     stores.mkdir(exist_ok=True)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -183,4 +186,4 @@ def run_recipe(cfgs: list[Any], stores: Path) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{stores}/store{i}", rank=rank, world_size=world
             )
-        recipe.main.__wrapped__(to_typed(cfg))
+        recipe.main.__wrapped__(to_typed(cfg, schema))

@@ -50,9 +50,9 @@ def _type(key) -> str:
     return "; ".join(parts)
 
 
-def rows() -> dict[str, tuple[str, str]]:
+def rows(schema: type[FullFinetuneConfig] = FullFinetuneConfig) -> dict[str, tuple[str, str]]:
     """Key to (type, default) as the page must give them."""
     return {
         key.name: (_type(key), "required" if key.default is MISSING else _spelt(key.default))
-        for key in _keys(FullFinetuneConfig)
+        for key in _keys(schema)
     }

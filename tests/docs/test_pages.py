@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import draw_cut, tables
 from tests.docs import config_rows
 from tests.docs.pages import CHECKOUT, PAGES, name_of
 from torchtune_cp import __version__, distributed
+from torchtune_cp.config import MaskedLMConfig
 from torchtune_cp.config.torchtune_names import ALIASES
 from torchtune_cp.distributed import fsdp
 
@@ -45,6 +46,18 @@ def test_the_config_page_has_every_key_with_its_type_and_default_and_no_other() 
     section = text.partition("## Every key")[2].partition("\n## ")[0]
     shown = {key: (kind, default) for key, kind, default, _ in _ROW.findall(section)}
     assert shown == config_rows.rows()
+
+
+def test_the_esm2_page_has_the_keys_that_its_recipe_adds() -> None:
+    section = _text("docs/esm2.md").partition("## Keys of this recipe")[2].partition("\n## ")[0]
+    shown = {key: (kind, default) for key, kind, default, _ in _ROW.findall(section)}
+    common = config_rows.rows()
+    every = config_rows.rows(MaskedLMConfig)
+    assert shown == {key: row for key, row in every.items() if key not in common}
+
+
+def test_the_figure_of_the_cut_is_what_the_loader_does() -> None:
+    assert draw_cut.FIGURE.read_text(encoding="utf-8") == draw_cut.draw()
 
 
 def _exists(dotted: str) -> bool:

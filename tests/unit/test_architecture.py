@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "models": {"errors"},
     "config": {"errors"},
     "distributed": {"config", "errors"},
-    "data": {"config", "distributed", "errors"},
+    "data": {"config", "distributed", "models", "errors"},
     "datasets": {"data", "config", "distributed", "errors"},
     "metrics": {"config", "distributed", "errors"},
     "checkpointing": {"config", "distributed", "models", "errors"},

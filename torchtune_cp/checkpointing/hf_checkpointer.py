@@ -19,11 +19,13 @@ from torchtune_cp.checkpointing.folder import (
 from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.errors import UserError
-from torchtune_cp.models.auto import hf_config
+from torchtune_cp.models.auto import LanguageModel, hf_config
 from torchtune_cp.models.config import DecoderConfig
+from torchtune_cp.models.encoder import TransformerEncoder
+from torchtune_cp.models.encoder_config import EncoderConfig
+from torchtune_cp.models.hf_esm import carried_tensors, is_unused_esm_tensor, read_frequencies
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.init import init_tensor_
-from torchtune_cp.models.transformer import TransformerDecoder
 
 # torchtune's model types, and what config.json calls these models.
 _MODEL_TYPES = {
@@ -33,6 +35,7 @@ _MODEL_TYPES = {
     "MISTRAL": "mistral",
     "QWEN2": "qwen2",
     "QWEN3": "qwen3",
+    "ESM2": "esm",
 }
 # Everything else in a model's folder stays where it is: weights in other formats, READMEs with
 # another model's results, caches.
@@ -61,7 +64,7 @@ class SavableTokenizer(Protocol):
         ...
 
 
-def _parameters(model: TransformerDecoder) -> dict[str, torch.Tensor]:
+def _parameters(model: LanguageModel) -> dict[str, torch.Tensor]:
     """The model's parameters by their plain names; a tied one once."""
     return {
         _WRAPPER_PREFIX.sub("", name): parameter for name, parameter in model.named_parameters()
@@ -158,7 +161,7 @@ class FullModelHFCheckpointer:
         assert self.checkpoint_dir is not None
         return json.loads((self.checkpoint_dir / CONFIG_NAME).read_text(encoding="utf-8"))
 
-    def source(self, model: TransformerDecoder, seed: int) -> WeightSource:
+    def source(self, model: LanguageModel, seed: int) -> WeightSource:
         """Return where the model's first weights come from.
 
         Args:
@@ -174,12 +177,16 @@ class FullModelHFCheckpointer:
         self._source = HFFolderSource(
             self.checkpoint_dir, partial(to_hf_name, model.config.family), self._checkpoint_files
         )
-        self._source.check_names(shapes)
+        if isinstance(model, TransformerEncoder):
+            self._source.check_names(shapes, is_unused_esm_tensor)
+            read_frequencies(model, self._source)
+        else:
+            self._source.check_names(shapes)
         return self._source
 
     def save_final(
         self,
-        model: TransformerDecoder,
+        model: LanguageModel,
         tokenizer: SavableTokenizer | None = None,
         *,
         folder: str | Path | None = None,
@@ -212,10 +219,14 @@ class FullModelHFCheckpointer:
             for name, parameter in _parameters(model).items()
         }
         save_dtype = dtype or self._saved_dtype(named)
+        carried: dict[str, torch.Tensor] = {}
+        if isinstance(model, TransformerEncoder):
+            carried = carried_tensors(model, self._opened_source() or {})
+            named = {**carried, **named}
 
         def get_full(name: str) -> torch.Tensor:
             parameter = named[name].detach()
-            if save_dtype.itemsize < parameter.dtype.itemsize:
+            if name not in carried and save_dtype.itemsize < parameter.dtype.itemsize:
                 parameter = parameter.to(save_dtype)  # fewer bytes to gather
             return _gathered(parameter) if isinstance(parameter, DTensor) else parameter
 
@@ -228,6 +239,7 @@ class FullModelHFCheckpointer:
                 folder,
                 config=self._final_config(model, save_dtype),
                 dtype=save_dtype,
+                float32_names=[name for name in carried if name.endswith("inv_freq")],
                 extra_files=(
                     self._extra_files(tokenizer, Path(scratch.name)) if agreement.rank == 0 else ()
                 ),
@@ -240,13 +252,16 @@ class FullModelHFCheckpointer:
         return Path(folder)
 
     def _saved_dtype(self, named: dict[str, torch.Tensor]) -> torch.dtype:
-        if self.checkpoint_dir is None:
-            return next(iter(named.values())).dtype
-        if self._source is None:
-            self._source = HFFolderSource(self.checkpoint_dir, str, self._checkpoint_files)
-        return self._source.dtype
+        source = self._opened_source()
+        return next(iter(named.values())).dtype if source is None else source.dtype
 
-    def _final_config(self, model: TransformerDecoder, dtype: torch.dtype) -> dict[str, Any]:
+    def _opened_source(self) -> HFFolderSource | None:
+        """The folder that the run started from, None without one."""
+        if self._source is None and self.checkpoint_dir is not None:
+            self._source = HFFolderSource(self.checkpoint_dir, str, self._checkpoint_files)
+        return self._source
+
+    def _final_config(self, model: LanguageModel, dtype: torch.dtype) -> dict[str, Any]:
         """The source's ``config.json`` (or one made from the model) with the saved type set."""
         if self.checkpoint_dir is None:
             return hf_config(model, dtype)
@@ -273,6 +288,9 @@ class FullModelHFCheckpointer:
 
 
 def _init(
-    config: DecoderConfig, name: str, tensor: torch.Tensor, generator: torch.Generator
+    config: DecoderConfig | EncoderConfig,
+    name: str,
+    tensor: torch.Tensor,
+    generator: torch.Generator,
 ) -> None:
     init_tensor_(name, tensor, generator, config)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -39,15 +39,23 @@ _DTYPE_NAMES = {
 
 @dataclass
 class FilePlan:
-    """One file of the folder: its name and its tensors (name to shape) in order."""
+    """One file of the folder: its name, its tensors (name to shape) in order, and their types."""
 
     name: str
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     num_bytes: int = 0
+
+    def bytes_of(self, tensor_name: str) -> int:
+        """Bytes that a tensor takes in the file."""
+        return prod(self.shapes[tensor_name]) * self.dtypes[tensor_name].itemsize
 
 
 def plan_files(
-    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, max_file_bytes: int
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    float32_names: Collection[str] = (),
 ) -> list[FilePlan]:
     """Deal tensors in order to files of at most ``max_file_bytes`` (a larger tensor gets its own).
 
@@ -55,16 +63,19 @@ def plan_files(
         shapes: Tensor names and full shapes.
         dtype: The type they are written in.
         max_file_bytes: Most bytes of tensors in a file.
+        float32_names: Tensors that are written as float32 whatever ``dtype`` is.
 
     Returns:
         The files, named as Hugging Face's tools name them.
     """
     plans = [FilePlan("")]
     for name, shape in shapes.items():
-        num_bytes = prod(shape) * dtype.itemsize
+        tensor_dtype = torch.float32 if name in float32_names else dtype
+        num_bytes = prod(shape) * tensor_dtype.itemsize
         if plans[-1].shapes and plans[-1].num_bytes + num_bytes > max_file_bytes:
             plans.append(FilePlan(""))
         plans[-1].shapes[name] = tuple(shape)
+        plans[-1].dtypes[name] = tensor_dtype
         plans[-1].num_bytes += num_bytes
     for number, plan in enumerate(plans, start=1):
         plan.name = (
@@ -75,13 +86,13 @@ def plan_files(
     return plans
 
 
-def _header(plan: FilePlan, dtype: torch.dtype) -> bytes:
+def _header(plan: FilePlan) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in plan.shapes.items():
-        end = offset + prod(shape) * dtype.itemsize
+        end = offset + plan.bytes_of(name)
         header[name] = {
-            "dtype": _DTYPE_NAMES[dtype],
+            "dtype": _DTYPE_NAMES[plan.dtypes[name]],
             "shape": list(shape),
             "data_offsets": [offset, end],
         }
@@ -107,7 +118,7 @@ def _sync(path: Path) -> None:
 
 
 def _rounds(
-    plans: Sequence[FilePlan], owners: Sequence[int], dtype: torch.dtype, buffer_bytes: int
+    plans: Sequence[FilePlan], owners: Sequence[int], buffer_bytes: int
 ) -> Iterator[list[tuple[int, str]]]:
     """Cut the work into rounds of (file index, tensor name).
 
@@ -117,8 +128,7 @@ def _rounds(
     """
     queues: dict[int, list[tuple[int, str, int]]] = {owner: [] for owner in owners}
     for index, (plan, owner) in enumerate(zip(plans, owners, strict=True)):
-        for name, shape in plan.shapes.items():
-            queues[owner].append((index, name, prod(shape) * dtype.itemsize))
+        queues[owner] += [(index, name, plan.bytes_of(name)) for name in plan.shapes]
     places = dict.fromkeys(queues, 0)
     while any(places[owner] < len(queue) for owner, queue in queues.items()):
         taken: list[tuple[int, str]] = []
@@ -154,6 +164,7 @@ def save_hf_folder(
     *,
     config: Mapping[str, Any],
     dtype: torch.dtype,
+    float32_names: Collection[str] = (),
     extra_files: Sequence[Path] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
@@ -168,6 +179,8 @@ def save_hf_folder(
         folder: The final folder; an earlier complete one is replaced.
         config: Content of ``config.json``.
         dtype: The type to write.
+        float32_names: Tensors that are written as float32 whatever ``dtype`` is. They come first in
+            ``shapes``, so that no shorter type before them leaves them at an odd place in the file.
         extra_files: Files to copy under their own names (tokenizer, ``generation_config.json``);
             read on rank 0 only.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
@@ -193,6 +206,7 @@ def save_hf_folder(
             temporary,
             config=config,
             dtype=dtype,
+            float32_names=float32_names,
             extra_files=extra_files,
             max_file_bytes=max_file_bytes,
             buffer_bytes=buffer_bytes,
@@ -215,21 +229,23 @@ def _save(
     *,
     config: Mapping[str, Any],
     dtype: torch.dtype,
+    float32_names: Collection[str],
     extra_files: Sequence[Path],
     max_file_bytes: int,
     buffer_bytes: int,
     agreement: Agreement,
 ) -> None:
     writers = _open_temporary(final, temporary, agreement)
-    plans = plan_files(shapes, dtype, max_file_bytes)
+    plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
-    for taken in _rounds(plans, owners, dtype, buffer_bytes):
+    for taken in _rounds(plans, owners, buffer_bytes):
         kept: list[tuple[int, str, torch.Tensor]] = []
         for index, name in taken:
             tensor = get_full(name)
             assert tuple(tensor.shape) == plans[index].shapes[name], (name, tensor.shape)
             if owners[index] == agreement.rank:
-                kept.append((index, name, tensor.detach().to(device="cpu", dtype=dtype)))
+                written_as = plans[index].dtypes[name]
+                kept.append((index, name, tensor.detach().to(device="cpu", dtype=written_as)))
             del tensor
         error: Exception | None = None
         try:
@@ -238,7 +254,7 @@ def _save(
                 last = name == next(reversed(plans[index].shapes))
                 with (temporary / plans[index].name).open("wb" if first else "ab") as file:
                     if first:
-                        file.write(_header(plans[index], dtype))
+                        file.write(_header(plans[index]))
                     _write_tensor(file, tensor)
                 if last:
                     _sync(temporary / plans[index].name)
@@ -250,7 +266,7 @@ def _save(
         try:
             _write_small_files(temporary, plans, config, extra_files)
             for plan in plans:
-                expected = len(_header(plan, dtype)) + plan.num_bytes
+                expected = len(_header(plan)) + plan.num_bytes
                 found = (temporary / plan.name).stat().st_size
                 if found != expected:
                     raise OSError(

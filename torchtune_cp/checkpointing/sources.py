@@ -64,7 +64,15 @@ class HFFolderSource:
         """
         self.checkpoint_dir = Path(checkpoint_dir)
         self._to_hf_name = to_hf_name
-        self._tensors = read_headers(checkpoint_dir, checkpoint_files)
+        headers = read_headers(checkpoint_dir, checkpoint_files)
+        # As transformers reads them; its version 5.24 writes layer norms under their oldest names.
+        self._stored = {
+            name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+                "LayerNorm.beta", "LayerNorm.bias"
+            ): name
+            for name in headers
+        }
+        self._tensors = {name: headers[stored] for name, stored in self._stored.items()}
         self._open_files: dict[Path, Any] = {}
 
     @property
@@ -116,17 +124,40 @@ class HFFolderSource:
         if 0 in shape:
             return torch.empty(shape, dtype=_FLOAT_DTYPES[entry.dtype])
         try:
-            if path not in self._open_files:
-                self._open_files[path] = safe_open(path, framework="pt", device="cpu")
-            file = self._open_files[path]
+            file = self._open(path)
             if not shape:
-                return file.get_tensor(hf_name)
+                return file.get_tensor(self._stored[hf_name])
             window = tuple(slice(first, end) for first, end in zip(offsets, ends, strict=True))
-            return file.get_slice(hf_name)[window]
+            return file.get_slice(self._stored[hf_name])[window]
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read tensor {hf_name} from {path}: {error}") from error
 
-    def check_names(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def _open(self, path: Path) -> Any:
+        if path not in self._open_files:
+            self._open_files[path] = safe_open(path, framework="pt", device="cpu")
+        return self._open_files[path]
+
+    def __contains__(self, hf_name: object) -> bool:
+        """Whether the folder holds a tensor of that name in Hugging Face's checkpoints."""
+        return hf_name in self._tensors
+
+    def __getitem__(self, hf_name: str) -> torch.Tensor:
+        """A whole tensor by its name in the folder, as stored, on the CPU.
+
+        Raises:
+            UserError: The file cannot be read.
+        """
+        path, _ = self._tensors[hf_name]
+        try:
+            return self._open(path).get_tensor(self._stored[hf_name])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read tensor {hf_name} from {path}: {error}") from error
+
+    def check_names(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        is_unused: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """Compare the files with the model; report every difference at once.
 
         ``rotary_emb.inv_freq`` (computed here, stored by old files) is ignored, and so is
@@ -134,6 +165,7 @@ class HFFolderSource:
 
         Args:
             shapes: The model's parameter names and full shapes.
+            is_unused: Says of a tensor's name in the folder whether to ignore it, too.
 
         Raises:
             UserError: Tensors are missing, unexpected, quantised or of another shape.
@@ -146,6 +178,7 @@ class HFFolderSource:
             if name not in wanted
             and not name.endswith("rotary_emb.inv_freq")
             and name != "lm_head.weight"
+            and not is_unused(name)
         ]
         other_shape = [
             f"{name} is {list(self._tensors[name][1].shape)} in {self._tensors[name][0].name}, "

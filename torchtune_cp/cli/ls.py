@@ -6,7 +6,8 @@ import re
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.locate import config_names, configs_dir, recipe_names
 
-_COMMAND = re.compile(r"^#\s*tune run\b.*?(\w+)\s+--config\s+(\S+)", re.MULTILINE)
+#: A launch command in a config's comments: its recipe and its config.
+LAUNCH_COMMAND = re.compile(r"^#\s*tune run\b.*?(\w+)\s+--config\s+(\S+)", re.MULTILINE)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -18,7 +19,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def recipe_of(config_name: str) -> str | None:
     """Return the recipe that a shipped config is for: the one in the launch command on its top."""
     text = (configs_dir() / f"{config_name}.yaml").read_text(encoding="utf-8")
-    for recipe, config in _COMMAND.findall(text):
+    for recipe, config in LAUNCH_COMMAND.findall(text):
         if config == config_name:
             return str(recipe)
     return None

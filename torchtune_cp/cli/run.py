@@ -236,7 +236,7 @@ def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -
 def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:
     import torch
 
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import TransformerDecoder
 
     with torch.device("meta"):
         model = instantiate(cfg.model)

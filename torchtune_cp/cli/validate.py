@@ -2,10 +2,16 @@
 
 import argparse
 
+from torchtune_cp.cli.ls import LAUNCH_COMMAND
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.load import load
 from torchtune_cp.config.locate import find_config
-from torchtune_cp.config.schema import component_problems, to_typed
+from torchtune_cp.config.schema import (
+    FullFinetuneConfig,
+    MaskedLMConfig,
+    component_problems,
+    to_typed,
+)
 from torchtune_cp.errors import ConfigError
 
 
@@ -22,8 +28,24 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=_run)
 
 
+#: The shipped recipes' config classes.
+_SCHEMAS = {
+    "full_finetune_distributed": FullFinetuneConfig,
+    "esm2_mlm_distributed": MaskedLMConfig,
+}
+
+
+def _schema_of(config: str) -> type[FullFinetuneConfig]:
+    """The config class of the recipe that a config names in the launch command on its top."""
+    text = find_config(config).read_text(encoding="utf-8")
+    for recipe, _ in LAUNCH_COMMAND.findall(text):
+        if recipe in _SCHEMAS:
+            return _SCHEMAS[recipe]
+    return FullFinetuneConfig
+
+
 def _run(args: argparse.Namespace) -> None:
-    cfg = to_typed(load(args.config, args.overrides))
+    cfg = to_typed(load(args.config, args.overrides), _schema_of(args.config))
     problems = component_problems(cfg)
     if problems:
         raise ConfigError(problems)

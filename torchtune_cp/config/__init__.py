@@ -10,6 +10,7 @@ from torchtune_cp.config.load import load, load_argv
 from torchtune_cp.config.locate import find_config, find_recipe
 from torchtune_cp.config.schema import (
     FullFinetuneConfig,
+    MaskedLMConfig,
     component_problems,
     resolved_dict,
     resolved_yaml,
@@ -21,6 +22,7 @@ from torchtune_cp.errors import ConfigError, UserError
 __all__ = [
     "ConfigError",
     "FullFinetuneConfig",
+    "MaskedLMConfig",
     "UserError",
     "component_callable",
     "component_problems",

@@ -117,6 +117,45 @@ def _tensor_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
+    if "sequence_format" not in values:
+        return  # another recipe's config
+    if values.get("collate_fn") not in (None, "torchtune_cp.data.collate"):
+        yield "collate_fn: must be left out: sequence_format says how masked samples become batches"
+    if values.get("enable_fp8_training"):
+        yield "enable_fp8_training: must be false: there is no float8 training of masked language models"
+    if values.get("tensor_parallel_dim", 1) > 1:
+        yield (
+            "tensor_parallel_dim: must be 1: there is no plan for masked language models; context"
+            " parallelism cuts their sequences, FSDP their weights"
+        )
+    for key in ("dataset", "dataset_val"):
+        node = values.get(key)
+        for part in node if isinstance(node, list) else [node]:
+            if isinstance(part, Mapping) and part.get("packed"):
+                yield f"{key}.packed: must be false: sequence_format=thd packs, after masking"
+                break
+    if values.get("token_micro_batch_size") is not None:
+        if values["sequence_format"] != "thd":
+            yield "sequence_format: must be thd with token_micro_batch_size"
+        if values.get("batch_size", 1) != 1 or values.get("batch_size_val") not in (None, 1):
+            yield "batch_size: must be 1 with token_micro_batch_size, which says how large a batch is"
+
+
+def _whole_replicas(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("data_parallel") != "ddp":
+        return
+    if values.get("fsdp_cpu_offload"):
+        yield "fsdp_cpu_offload: must be false with data_parallel=ddp: nothing is sharded"
+    if values.get("custom_sharded_layers") is not None:
+        yield "custom_sharded_layers: must be null with data_parallel=ddp: nothing is sharded"
+    if values.get("data_parallel_shard_dim", -1) > 1:
+        yield (
+            "data_parallel_shard_dim: must be -1 or 1 with data_parallel=ddp: nothing is sharded;"
+            " data_parallel_replicate_dim says how many groups read different samples"
+        )
+
+
 COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _validation,
     _activation_checkpointing,
@@ -125,6 +164,8 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _optimizer_in_backward,
     _float8,
     _tensor_parallelism,
+    _masked_lm,
+    _whole_replicas,
 )
 
 _DEGREES = (

@@ -150,6 +150,28 @@ class FullFinetuneConfig:
     profiler: DictConfig | None = None
 
 
+def _default_masking() -> DictConfig:
+    return OmegaConf.create({COMPONENT: "torchtune_cp.data.mlm_masking"})
+
+
+@dataclass(kw_only=True)
+class MaskedLMConfig(FullFinetuneConfig):
+    """Config of ``esm2_mlm_distributed``: the keys of :class:`FullFinetuneConfig` and these."""
+
+    # How samples become batches
+    masking: Annotated[DictConfig, Rule(positional=1, supplied=("seed",))] = field(
+        default_factory=_default_masking
+    )
+    sequence_format: Annotated[str, Rule(choices=("thd", "bshd"))] = "thd"
+    token_micro_batch_size: Annotated[int | None, _AtLeastOne] = None
+    oversize: Annotated[str, Rule(choices=("error", "split", "drop"))] = "error"
+    packing_strategy: Annotated[str, Rule(choices=("greedy", "best_fit"))] = "greedy"
+    num_workers: Annotated[int, Rule(low=0)] = 0
+
+    # What data-parallel ranks share
+    data_parallel: Annotated[str, Rule(choices=("fsdp", "ddp"))] = "fsdp"
+
+
 # Keys of older torchtune configs that name nothing here, with the values that ask for nothing.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "cudnn_deterministic_mode": (None,),

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtune_cp.data.place import ResumableLoader
 from torchtune_cp.data.sampler import FILLER, GlobalBatchSampler
 from torchtune_cp.errors import UserError
 
@@ -37,6 +38,12 @@ class _SamplesWithIds(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset the epoch, if it wants to know (masks that are drawn anew)."""
+        tell = getattr(self.dataset, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == FILLER:
             return {"tokens": [], "labels": [], "sample_id": FILLER}
@@ -62,7 +69,7 @@ class _CollateOrReport:
             return {_ERROR: str(error)}
 
 
-class TokenDataLoader(StatefulDataLoader):
+class TokenDataLoader(ResumableLoader, StatefulDataLoader):
     """A `StatefulDataLoader` whose state does not depend on mesh, batch size or workers.
 
     torchdata's own state counts this rank's batches and names its workers, so it could only be
@@ -82,53 +89,24 @@ class TokenDataLoader(StatefulDataLoader):
         num_workers: int = 0,
     ) -> None:
         """See `build_dataloader`."""
-        self._position = 0
-        self._resume_at: int | None = None
+        ResumableLoader.__init__(self, sampler)
+        self._samples = _SamplesWithIds(dataset)
         with warnings.catch_warnings():
             # torchdata calls a function of torch that has been deprecated; no user can mend it.
             warnings.filterwarnings("ignore", message=".*set_vital.*deprecated")
-            super().__init__(
-                _SamplesWithIds(dataset),
+            StatefulDataLoader.__init__(
+                self,
+                self._samples,
                 batch_sampler=sampler,
                 collate_fn=_CollateOrReport(collate_fn),
                 num_workers=num_workers,
             )
-        self.global_sampler = sampler
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration reads (or the running one reads)."""
-        return self.global_sampler.epoch
-
-    @property
-    def samples_read(self) -> int:
-        """Samples of the current epoch's global order handed out so far, by all ranks together."""
-        return self._position
-
-    @property
-    def steps_left(self) -> int:
-        """Batches that remain in the current epoch after those handed out."""
-        return self.global_sampler.steps_after(self._position)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration follows.
-
-        A place loaded from a checkpoint is kept when it belongs to this epoch, and forgotten
-        otherwise.
-        """
-        if epoch == self.epoch and self._resume_at is not None:
-            return
-        self.global_sampler.epoch = epoch
-        self._position = 0
-        self._resume_at = None
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Batches of the current epoch. Raises UserError for a row that cannot be read."""
-        start = self._resume_at or 0
-        self._resume_at = None
-        self._position = start
-        self.global_sampler.start = start
-        return self._count(super().__iter__())
+        self.global_sampler.start = self.begin()
+        self._samples.set_epoch(self.epoch)
+        return self._count(StatefulDataLoader.__iter__(self))
 
     def _count(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, torch.Tensor]]:
         for batch in batches:
@@ -141,44 +119,6 @@ class TokenDataLoader(StatefulDataLoader):
                 self.global_sampler.num_samples,
             )
             yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the data, the same on every rank; plain ints and bools."""
-        sampler = self.global_sampler
-        return {
-            "epoch": sampler.epoch,
-            "samples_read": self._position,
-            "num_samples": sampler.num_samples,
-            "seed": sampler.seed,
-            "shuffle": sampler.shuffle,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, with any batch size, mesh or number of workers.
-
-        A state taken after an epoch's last batch continues with the next epoch.
-
-        Raises:
-            UserError: When the dataset or its order is not the one the state was taken from.
-        """
-        sampler = self.global_sampler
-        for key, now in (
-            ("num_samples", sampler.num_samples),
-            ("seed", sampler.seed),
-            ("shuffle", sampler.shuffle),
-        ):
-            if state_dict[key] != now:
-                raise UserError(
-                    f"cannot resume in the middle of the data: the checkpoint has {key} "
-                    f"{state_dict[key]}, this run has {now}; use the same dataset, seed and shuffle"
-                )
-        sampler.epoch = state_dict["epoch"]
-        position = state_dict["samples_read"]
-        if sampler.steps_after(position) == 0:
-            sampler.epoch += 1
-            position = 0
-        self._position = position
-        self._resume_at = position
 
 
 def build_dataloader(

@@ -85,6 +85,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "data-parallel degree, or set drop_last: false"
             )
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        self.epoch = epoch
+
     @property
     def global_batch_size(self) -> int:
         """Samples that all data-parallel ranks together take per step."""

@@ -2,6 +2,7 @@
 
 from torchtune_cp.datasets.alpaca import alpaca_cleaned_dataset, alpaca_dataset
 from torchtune_cp.datasets.chat import chat_dataset
+from torchtune_cp.datasets.example_proteins import example_protein_dataset
 from torchtune_cp.datasets.instruct import instruct_dataset
 from torchtune_cp.datasets.packed import PackedDataset, PackStats
 from torchtune_cp.datasets.protein import protein_dataset
@@ -17,6 +18,7 @@ __all__ = [
     "alpaca_cleaned_dataset",
     "alpaca_dataset",
     "chat_dataset",
+    "example_protein_dataset",
     "instruct_dataset",
     "protein_dataset",
     "text_completion_dataset",

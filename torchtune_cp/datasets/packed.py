@@ -249,6 +249,7 @@ def sft_or_packed(
     packing_strategy: str,
     name: str,
     overlong_unpacked: str = "truncate",
+    make: type[SFTDataset] = SFTDataset,
     **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """What every factory ends with: one sample a row, or packs of them.
@@ -264,6 +265,7 @@ def sft_or_packed(
         packing_strategy: See `pack_documents`.
         name: What messages call the data.
         overlong_unpacked: The default without packing.
+        make: What one sample a row comes from.
         **settings: Further arguments of `SFTDataset`.
 
     Raises:
@@ -271,7 +273,7 @@ def sft_or_packed(
     """
     limit = sequence_limit(max_seq_len, tokenizer)
     if not packed:
-        return SFTDataset(
+        return make(
             rows,
             reader,
             max_seq_len=limit,
@@ -291,7 +293,7 @@ def sft_or_packed(
         logger.info("%s: tokens are not kept for the next start: %s", name, error)
         key = None
     return PackedDataset(
-        partial(SFTDataset, rows, reader, name=name, **settings),
+        partial(make, rows, reader, name=name, **settings),
         max_seq_len=limit,
         strategy=packing_strategy,
         split_across_pack=split_across_pack,

@@ -1,78 +1,109 @@
-"""Protein sequences from a FASTA file, one sample each."""
+"""Protein sequences, one sample each: from a FASTA file, or a column of any data set."""
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
+from torchtune_cp.data.esm_tokenizer import EsmTokenizer
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.fasta import FastaRows, clean_sequence
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
-from torchtune_cp.datasets.sft import SFTDataset
-from torchtune_cp.datasets.text_completion import TextReader
+from torchtune_cp.datasets.sft import EmptyRow, SFTDataset, UnknownText, require_text
+from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
 from torchtune_cp.errors import UserError
 
+UNKNOWN_POLICIES = ("unk", "error", "drop")
 
-def read_fasta(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Read a FASTA file, gzipped or not, record by record.
 
-    Args:
-        path: The file; ``.gz`` in its name means gzip.
+class ProteinReader:
+    """Reads a row's sequence; labels are the tokens themselves.
 
-    Yields:
-        The record's name (the header's first word) and its sequence in upper case, without white
-        space and without the ``*`` that some files put at the end.
-
-    Raises:
-        UserError: The file is missing, unreadable, or has text before its first ``>`` header.
+    Attributes:
+        unknown_residues: How often each character outside the alphabet stood in the rows looked at.
+        unknown_rows: How many of these rows had any.
     """
-    file = Path(path).expanduser()
-    name: str | None = None
-    parts: list[str] = []
-    try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="ascii") as lines:
-            for number, line in enumerate(lines, 1):
-                line = line.strip()
-                if line.startswith(">"):
-                    if name is not None:
-                        yield name, "".join(parts).upper().removesuffix("*")
-                    name, parts = (line[1:].split() or [""])[0], []
-                elif line and name is None:
-                    raise UserError(f"{file}, line {number}: text before the first '>' header")
-                elif line:
-                    parts.append("".join(line.split()))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"dataset.path: cannot read {file} as FASTA: {error}") from error
-    if name is not None:
-        yield name, "".join(parts).upper().removesuffix("*")
+
+    def __init__(self, tokenizer: HFTokenizer, column: str, unknown: str, add_eos: bool) -> None:
+        """Keep the settings; see `protein_dataset`."""
+        self._tokenizer = tokenizer
+        self._alphabet = tokenizer.residues if isinstance(tokenizer, EsmTokenizer) else None
+        self._column = column
+        self._unknown = unknown
+        self._add_eos = add_eos
+        self.unknown_residues: Counter[str] = Counter()
+        self.unknown_rows = 0
+
+    def fingerprint(self) -> list[Any]:
+        """What the tokens depend on; the counts do not belong to it."""
+        return [self._tokenizer, self._column, self._unknown, self._add_eos]
+
+    def _sequence(self, row: Mapping[str, Any]) -> tuple[str, set[str]]:
+        """The clean sequence, and the characters in it that the alphabet lacks."""
+        sequence = clean_sequence(require_text(row, self._column, "dataset.column"))
+        return sequence, set() if self._alphabet is None else set(sequence) - self._alphabet
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """See `RowReader`."""
+        sequence, unknown = self._sequence(row)
+        if not sequence:
+            raise EmptyRow
+        if not unknown:
+            return
+        if self._unknown == "error":
+            found = ", ".join(f"{c!r} at {sequence.index(c) + 1}" for c in sorted(unknown))
+            raise UserError(
+                f"residues outside the alphabet: {found}; set dataset.unknown to unk or drop"
+            )
+        self.unknown_rows += 1
+        self.unknown_residues.update({c: sequence.count(c) for c in sorted(unknown)})
+        if self._unknown == "drop":
+            raise UnknownText
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """See `RowReader`."""
+        sequence, unknown = self._sequence(row)
+        # Each by itself, so that all residues keep their positions: the tokenizer, like
+        # transformers', makes one token of several unknown characters in a row.
+        for character in unknown:
+            sequence = sequence.replace(character, "\n")
+        if unknown:
+            sequence = sequence.replace("\n", "<unk>")
+        tokens = self._tokenizer.encode(sequence, add_bos=True, add_eos=self._add_eos)
+        return tokens, list(tokens)
 
 
-class FastaRows:
-    """The records of a FASTA file as rows with one column, "sequence"."""
+class ProteinDataset(SFTDataset):
+    """An `SFTDataset` that also tells what was outside the alphabet."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Read the whole file: residues take a byte each."""
-        self._records = list(read_fasta(path))
-        if not self._records:
-            raise UserError(f"dataset.path={str(path)!r} holds no FASTA record ('>name' lines)")
+    def __init__(self, rows: Rows, reader: ProteinReader, **settings: Any) -> None:
+        """See `SFTDataset`."""
+        self.reader = reader
+        super().__init__(rows, reader, **settings)
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> dict[str, str]:
-        return {"sequence": self._records[index][1]}
-
-    def name_of(self, index: int) -> str:
-        """The record's name, for messages."""
-        return self._records[index][0]
+    def describe_stats(self) -> str:
+        """The counts in words, those that are zero left out."""
+        text = super().describe_stats()
+        counts = self.reader.unknown_residues
+        if counts:
+            characters = ", ".join(f"{c} {n}" for c, n in counts.most_common())
+            text += (
+                f", {sum(counts.values())} residues outside the alphabet in {self.reader.unknown_rows}"
+                f" rows ({characters})"
+            )
+        return text
 
 
 def protein_dataset(
     tokenizer: HFTokenizer,
-    path: str,
+    path: str | None = None,
     max_seq_len: int | None = None,
     *,
+    source: str | None = None,
+    column: str = "sequence",
+    split: str = "train",
+    unknown: str = "unk",
     overlong: str | None = None,
     add_eos: bool = True,
     min_tokens: int = 0,
@@ -81,15 +112,26 @@ def protein_dataset(
     packed: bool = False,
     split_across_pack: bool = False,
     packing_strategy: str = "greedy",
+    **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
-    """Every protein of a FASTA file as one sample; every residue is trained on.
+    """Every protein as one sample; every residue is trained on (or may be masked).
+
+    Sequences are read in upper case, without white space and without a ``*`` at the end.
 
     Args:
-        tokenizer: Turns a sequence into tokens.
-        path: A FASTA file, or FASTA.gz.
+        tokenizer: Turns a sequence into tokens: `esm_tokenizer`, or any other.
+        path: A FASTA file, or FASTA.gz. A plain one is read record by record as training goes.
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
-        overlong: What to do with longer ones: "truncate" (the default), "split", "drop", "error"; packed:
-            "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
+        source: In place of `path`: "json", "csv", "parquet", ... with `data_files`, a folder, or a hub
+            data set's name; see `text_completion_dataset`.
+        column: Where the sequence is, with `source`.
+        split: Part of the data, with `source`.
+        unknown: What to do with residues outside an ESM alphabet (which has B, O, U, X, Z, "." and
+            "-"): "unk" reads each as `<unk>`, "drop" leaves the protein out, "error" refuses it.
+            `describe_stats` counts them.
+        overlong: What to do with longer proteins: "truncate" (the default), "split", "drop", "error";
+            packed: "split" with `split_across_pack`, else "error" is the default. A cut protein has no
+            `<eos>` at the cut, and further pieces no `<cls>`: it does not end there.
         add_eos: End each protein with the end-of-text token.
         min_tokens: Leave out shorter proteins.
         max_rows: Use only the first so many proteins.
@@ -98,14 +140,41 @@ def protein_dataset(
         split_across_pack: Packed: whether one may be cut where a pack ends.
         packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
             `torchtune_cp.data.packing.pack_documents`.
+        **load_dataset_kwargs: With `source`: `data_files`, `data_dir`, `name`, ... for
+            `datasets.load_dataset`.
 
     Raises:
-        UserError: The file cannot be read, or holds no record.
+        UserError: The data cannot be read, holds no protein, or an argument is not known.
     """
+    if unknown not in UNKNOWN_POLICIES:
+        raise UserError(
+            f"dataset.unknown={unknown!r} is not known; allowed: {', '.join(UNKNOWN_POLICIES)}"
+        )
+    if unknown != "unk" and not isinstance(tokenizer, EsmTokenizer):
+        raise UserError(
+            f"dataset.unknown={unknown!r} needs torchtune_cp.data.esm_tokenizer: any other tokenizer "
+            "reads every character; leave it out"
+        )
+    if (path is None) == (source is None):
+        raise UserError("protein_dataset needs either dataset.path (FASTA) or dataset.source")
+    blank_lines = 0
+    rows: Rows
+    if path is not None:
+        if load_dataset_kwargs:
+            raise UserError(
+                f"dataset.path reads FASTA and takes no {', '.join(sorted(load_dataset_kwargs))}"
+            )
+        rows, column, name = FastaRows(path), "sequence", str(path)
+    else:
+        assert source is not None
+        rows = load_rows(source, split=split, **load_dataset_kwargs)
+        name = describe_source(source, load_dataset_kwargs)
+        blank_lines = count_blank_lines(source, load_dataset_kwargs.get("data_files"))
     return sft_or_packed(
-        FastaRows(path),
-        TextReader(tokenizer, "sequence", add_eos),
+        rows,
+        ProteinReader(tokenizer, column, unknown, add_eos),
         tokenizer,
+        make=ProteinDataset,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,
@@ -114,5 +183,6 @@ def protein_dataset(
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_rows,
-        name=str(path),
+        name=name,
+        blank_lines=blank_lines,
     )

@@ -26,11 +26,15 @@ class EmptyRow(Exception):
     """The row is well-formed but has no text; it is skipped and counted."""
 
 
+class UnknownText(Exception):
+    """The row has characters that the tokenizer does not know; it is left out and counted."""
+
+
 class RowReader(Protocol):
     """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it."""
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Look at the row without tokenising it; raises EmptyRow when there is nothing in it."""
+        """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out."""
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on."""
@@ -44,6 +48,8 @@ class DatasetStats:
         rows: Rows looked at.
         samples: Samples that the dataset gives.
         empty_skipped: Rows without text, skipped.
+        unknown_skipped: Rows with characters that the tokenizer does not know, left out because the
+            config says so.
         bad_skipped: Malformed rows, skipped under `on_bad_row: skip`.
         short_skipped: Rows of fewer tokens than `min_tokens`, skipped.
         truncated: Rows cut to `max_seq_len`. Cutting happens when a sample is read, so these are the
@@ -57,6 +63,7 @@ class DatasetStats:
     rows: int = 0
     samples: int = 0
     empty_skipped: int = 0
+    unknown_skipped: int = 0
     bad_skipped: int = 0
     short_skipped: int = 0
     truncated: int = 0
@@ -177,6 +184,9 @@ class SFTDataset(Dataset):
         except EmptyRow:
             self._stats.empty_skipped += 1
             return []
+        except UnknownText:
+            self._stats.unknown_skipped += 1
+            return []
         except UserError as error:
             if self._on_bad_row == "skip":
                 self._stats.bad_skipped += 1
@@ -234,6 +244,7 @@ class SFTDataset(Dataset):
         parts = [f"{stats.rows} rows", f"{stats.samples} samples"]
         for label, count in (
             ("empty rows skipped", stats.empty_skipped),
+            ("rows with unknown characters left out", stats.unknown_skipped),
             ("malformed rows skipped", stats.bad_skipped),
             ("short rows skipped", stats.short_skipped),
             ("rows truncated", stats.truncated),

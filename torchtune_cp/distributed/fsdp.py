@@ -22,7 +22,7 @@ from torchtune_cp.distributed.context_parallel.torch_private import (
 from torchtune_cp.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import LanguageModel
 
 
 class ReadsSlices(Protocol):
@@ -48,7 +48,7 @@ def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def shard_model(
-    model: TransformerDecoder,
+    model: LanguageModel,
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype = torch.float32,
@@ -59,7 +59,7 @@ def shard_model(
     """Shard parameters over ``mesh``, in place: one group per layer, embedding and head apart.
 
     Args:
-        model: A decoder with ``tok_embeddings``, ``layers``, ``norm`` and ``output``; may be on the
+        model: A language model with ``tok_embeddings``, ``layers``, ``norm`` and ``output``; may be on the
             meta device.
         mesh: ``dp_shard x cp`` flattened, or ``(dp_replicate, dp_shard x cp)``. Context-parallel ranks
             hold different slices of a sequence and thus add up gradients like data-parallel ones.

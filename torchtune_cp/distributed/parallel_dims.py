@@ -119,23 +119,28 @@ class Meshes:
     tp: DeviceMesh
 
     @classmethod
-    def build(cls, dims: ParallelDims, device_type: str) -> Meshes:
+    def build(cls, dims: ParallelDims, device_type: str, *, shard: bool = True) -> Meshes:
         """Build the mesh of ``dims`` and every sub-mesh; all ranks must call it.
 
         Args:
             dims: The degrees.
             device_type: ``"cpu"`` or ``"cuda"``.
+            shard: False keeps all weights whole on every rank (what ``DistributedDataParallel`` does):
+                ``fsdp`` then has groups of one to shard over, and gradients are all-reduced over
+                ``dp x cp``.
         """
         forget_earlier_meshes()
         world = dims.build_mesh(device_type)
         dp = flatten_mesh(world["dp_replicate", "dp_shard"], "dp")
         loss = flatten_mesh(world["dp_replicate", "dp_shard", "cp"], "loss")
-        if dims.dp_replicate > 1:
+        if dims.dp_replicate > 1 or not shard:
             # FSDP2 reads a two-dimensional mesh as (replicate, shard). Slicing a flattened dimension
             # out of the root mesh is deprecated, so this view has its own mesh over the same ranks.
+            sharing = dims.dp_shard * dims.cp if shard else 1
+            copies = dims.dp * dims.cp // sharing
             weights = init_device_mesh(
                 device_type,
-                (dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp),
+                (copies, sharing, dims.tp),
                 mesh_dim_names=("dp_replicate", "fsdp", "tp"),
             )
             # A parameter lies on both: FSDP puts them together to one mesh, so they share a root.

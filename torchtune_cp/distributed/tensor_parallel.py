@@ -13,7 +13,7 @@ Shape legend: b batch, n tokens of this context-parallel rank, d embedding, v vo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from torchtune_cp.config import tensor_parallel_problems
 from torchtune_cp.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import LanguageModel, TransformerDecoder
 
 #: Dimension 1 of ``[b, n, d]``: along it the residual stream is cut.
 _SEQUENCE = Shard(1)
@@ -170,7 +170,7 @@ def tensor_parallel_plan(model: TransformerDecoder) -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_parallel(
-    model: TransformerDecoder,
+    model: LanguageModel,
     mesh: DeviceMesh,
     plan: dict[str, ParallelStyle] | None = None,
 ) -> None:
@@ -184,17 +184,24 @@ def apply_tensor_parallel(
         plan: In place of :func:`tensor_parallel_plan`'s.
 
     Raises:
-        UserError: Sizes of the model do not divide by the mesh's, or ``plan`` leaves a parameter out.
+        UserError: The model is no decoder, its sizes do not divide by the mesh's, or ``plan`` leaves a
+            parameter out.
     """
     tp = mesh.size()
     if tp == 1:
         return
+    if model.config.family == "esm":
+        raise UserError(
+            f"tensor_parallel_dim={tp}: there is no plan for model_type esm, whose vocabulary of"
+            f" {model.config.vocab_size} is its tied output projection; set it to 1 (FSDP shards every"
+            " weight, context parallelism every sequence)"
+        )
     problems = tensor_parallel_problems(vars(model.config), tp)
     if problems:
         raise UserError("\n".join(problems))
-    parallelize_module(
-        model, mesh, tensor_parallel_plan(model) if plan is None else plan, src_data_rank=None
-    )
+    if plan is None:
+        plan = tensor_parallel_plan(cast("TransformerDecoder", model))
+    parallelize_module(model, mesh, plan, src_data_rank=None)
     left_out = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if left_out:
         # Gradients of parameters on different meshes have no common norm.

@@ -93,6 +93,7 @@ class MetricsFile:
         peak_memory_bytes: int,
         attention_imbalance: float | None = None,
         nonfinite_steps: int | None = None,
+        extra: Mapping[str, Scalar] | None = None,
     ) -> None:
         """Append the line of one optimizer step.
 
@@ -109,6 +110,7 @@ class MetricsFile:
             attention_imbalance: Largest over mean attention FLOPs of the ranks; None leaves it out.
             nonfinite_steps: Steps left out so far, if this is one of them: the line's ``loss`` or
                 ``grad_norm`` is then ``null``. Other lines do not have the field.
+            extra: Further fields of a recipe's own.
         """
         record: dict[str, Scalar | None] = {
             "step": step,
@@ -125,17 +127,26 @@ class MetricsFile:
             record["attention_imbalance"] = attention_imbalance
         if nonfinite_steps is not None:
             record["nonfinite_steps"] = nonfinite_steps
-        self.write(record)
+        self.write(record | dict(extra or {}))
 
-    def write_validation(self, *, step: int, val_loss: Scalar, val_tokens: int) -> None:
+    def write_validation(
+        self,
+        *,
+        step: int,
+        val_loss: Scalar,
+        val_tokens: int,
+        extra: Mapping[str, Scalar] | None = None,
+    ) -> None:
         """Append the line of one validation.
 
         Args:
             step: Optimizer steps done before it; 0 before the first.
             val_loss: Sum of token losses / number of label tokens, over the validation set.
             val_tokens: Label tokens of the validation set.
+            extra: Further fields of a recipe's own.
         """
-        self.write({"step": step, "val_loss": val_loss, "val_tokens": val_tokens})
+        record = {"step": step, "val_loss": val_loss, "val_tokens": val_tokens}
+        self.write(record | dict(extra or {}))
 
     def close(self) -> None:
         """Close the file."""

@@ -62,6 +62,7 @@ class RunReport:
         memory: Mapping[str, float],
         attention_imbalance: float | None = None,
         nonfinite_steps: int | None = None,
+        extra: Mapping[str, float] | None = None,
     ) -> None:
         """Report an optimizer step.
 
@@ -78,6 +79,7 @@ class RunReport:
             attention_imbalance: Largest over mean attention FLOPs of the ranks, where it is known.
             nonfinite_steps: Steps left out so far because their loss or gradient was not finite, if
                 this is one of them.
+            extra: Further numbers of a recipe's own, by name.
         """
         if self._file is None:
             return
@@ -94,6 +96,7 @@ class RunReport:
             peak_memory_bytes=peak_memory_bytes,
             attention_imbalance=attention_imbalance,
             nonfinite_steps=nonfinite_steps,
+            extra=extra,
         )
         self._progress.update(step, loss, rate)
         if self._logger is not None and (step % self._every == 0 or nonfinite_steps is not None):
@@ -107,26 +110,31 @@ class RunReport:
                 "step_time_s": seconds,
                 "peak_memory_bytes": peak_memory_bytes,
             }
+            payload.update(extra or {})
             if attention_imbalance is not None:
                 payload["attention_imbalance"] = attention_imbalance
             if nonfinite_steps is not None:
                 payload["nonfinite_steps"] = nonfinite_steps
             self._logger.log_dict(payload | dict(memory if self._log_memory else {}), step)
 
-    def validation(self, *, step: int, loss: float, tokens: int) -> None:
+    def validation(
+        self, *, step: int, loss: float, tokens: int, extra: Mapping[str, float] | None = None
+    ) -> None:
         """Report a validation.
 
         Args:
             step: Optimizer steps done before it.
             loss: Mean over the label tokens of the validation set, in nats.
             tokens: Their number.
+            extra: Further numbers of a recipe's own, by name.
         """
         if self._file is None:
             return
         self._progress.note(f"validation after {step} steps: loss {loss:.4f} on {tokens} tokens")
-        self._file.write_validation(step=step, val_loss=loss, val_tokens=tokens)
+        self._file.write_validation(step=step, val_loss=loss, val_tokens=tokens, extra=extra)
         if self._logger is not None:
-            self._logger.log_dict({"val_loss": loss, "val_tokens": tokens}, step)
+            numbers = {"val_loss": loss, "val_tokens": tokens} | dict(extra or {})
+            self._logger.log_dict(numbers, step)
 
     def close(self) -> None:
         """Finish the files and the display."""

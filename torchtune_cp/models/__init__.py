@@ -1,24 +1,31 @@
-"""Decoder-only language models from one set of blocks.
+"""Causal and masked language models from one set of blocks.
 
 A family has a module here (`llama3`, `qwen3`, ...) whose builders are named as torchtune names them;
 `auto_model` builds what a Hugging Face folder's `config.json` describes.
 """
 
-from torchtune_cp.models.auto import auto_model, hf_config, model_from_hf_config
+from torchtune_cp.models.auto import LanguageModel, auto_model, hf_config, model_from_hf_config
 from torchtune_cp.models.config import DecoderConfig, RopeScaling
+from torchtune_cp.models.encoder import TransformerEncoder
+from torchtune_cp.models.encoder_config import EncoderConfig
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.init import init_tensor_
+from torchtune_cp.models.token_dropout import token_dropout_scale
 from torchtune_cp.models.transformer import TiedOutput, TransformerDecoder, TransformerLayer
 
 __all__ = [
     "DecoderConfig",
+    "EncoderConfig",
+    "LanguageModel",
     "RopeScaling",
     "TiedOutput",
     "TransformerDecoder",
+    "TransformerEncoder",
     "TransformerLayer",
     "auto_model",
     "hf_config",
     "init_tensor_",
     "model_from_hf_config",
     "to_hf_name",
+    "token_dropout_scale",
 ]

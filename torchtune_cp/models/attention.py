@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries.
+"""Self-attention with grouped queries, causal or bidirectional.
 
 Models know nothing of meshes: attention is one call of `F.scaled_dot_product_attention`, looked up
 on `torch.nn.functional` at every call, which the `context_parallel` context manager re-routes.
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtune_cp.errors import UserError
-from torchtune_cp.models.config import DecoderConfig
+from torchtune_cp.models.config import AttentionSizes
 from torchtune_cp.models.norm import RMSNorm
 from torchtune_cp.models.rope import rotate
 
@@ -50,9 +50,10 @@ class MultiHeadAttention(nn.Module):
         config: The model's sizes.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: AttentionSizes) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.is_causal = config.is_causal
         self.window = config.sliding_window
         query_dim = config.num_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
@@ -63,12 +64,16 @@ class MultiHeadAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend to this and all earlier tokens of the sequence.
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend to this and all earlier tokens of the sequence, or to all where not causal.
 
         Args:
             x: `[batch, seq, embed_dim]`.
             rope: Cosine and sine from `rotary_cos_sin`.
+            attn_mask: Boolean, broadcastable to `[batch, heads, seq, seq]`, True where a query may
+                look at a key; for bidirectional attention on one device only.
 
         Returns:
             `[batch, seq, embed_dim]`.
@@ -91,6 +96,8 @@ class MultiHeadAttention(nn.Module):
             mask = _window_mask(seq, self.window, x.device)
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
         else:  # a context that distributes attention was told of the window: see `check_window`
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=attn_mask, is_causal=self.is_causal, enable_gqa=gqa
+            )
         output: Tensor = self.output_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
         return output

@@ -8,11 +8,16 @@ from typing import Any
 import torch
 
 from torchtune_cp.errors import UserError
+from torchtune_cp.models.encoder import TransformerEncoder
 from torchtune_cp.models.hf_config_format import decoder_config_from_hf, decoder_config_to_hf
+from torchtune_cp.models.hf_esm import encoder_config_from_hf, encoder_config_to_hf
 from torchtune_cp.models.transformer import TransformerDecoder
 
+#: What can be trained here: causal and masked language models.
+LanguageModel = TransformerDecoder | TransformerEncoder
 
-def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> TransformerDecoder:
+
+def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> LanguageModel:
     """Build the model that a Hugging Face folder's `config.json` describes; weights are not read.
 
     Args:
@@ -43,9 +48,7 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> Tr
     return model_from_hf_config(hf, max_seq_len=max_seq_len)
 
 
-def model_from_hf_config(
-    hf: Mapping[str, Any], *, max_seq_len: int | None = None
-) -> TransformerDecoder:
+def model_from_hf_config(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> LanguageModel:
     """Build the model that a parsed `config.json` describes.
 
     Args:
@@ -58,10 +61,12 @@ def model_from_hf_config(
     Raises:
         ConfigError: If it describes something that is not supported; the message names the key.
     """
+    if hf.get("model_type") == "esm":
+        return TransformerEncoder(encoder_config_from_hf(hf, max_seq_len=max_seq_len))
     return TransformerDecoder(decoder_config_from_hf(hf, max_seq_len=max_seq_len))
 
 
-def hf_config(model: TransformerDecoder, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def hf_config(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The `config.json` to write beside a model's weights.
 
     Args:
@@ -72,4 +77,8 @@ def hf_config(model: TransformerDecoder, dtype: torch.dtype | None = None) -> di
         A JSON object that transformers loads as the same model.
     """
     stored = dtype if dtype is not None else next(model.parameters()).dtype
-    return {**decoder_config_to_hf(model.config), "torch_dtype": str(stored).removeprefix("torch.")}
+    if isinstance(model, TransformerEncoder):
+        hf = encoder_config_to_hf(model.config)
+    else:
+        hf = decoder_config_to_hf(model.config)
+    return {**hf, "torch_dtype": str(stored).removeprefix("torch.")}

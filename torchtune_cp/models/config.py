@@ -1,7 +1,10 @@
-"""The sizes and switches that describe a decoder; everything else about a model follows from them."""
+"""The sizes and switches that describe a decoder; everything else about a model follows from them.
+
+The protocols say what the blocks that decoders and encoders share need to know of either.
+"""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torchtune_cp.errors import ConfigError
 
@@ -48,6 +51,74 @@ class RopeScaling:
                 f"rope scaling: the original context is {self.original_max_seq_len} tokens, "
                 "allowed is 1 or more"
             )
+
+
+class RotarySizes(Protocol):
+    """What rotary positions depend on; see `DecoderConfig`."""
+
+    @property
+    def head_dim(self) -> int:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def rope_base(self) -> float:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """See `DecoderConfig`."""
+        ...
+
+
+class AttentionSizes(RotarySizes, Protocol):
+    """What an attention block is built from; see `DecoderConfig`."""
+
+    @property
+    def embed_dim(self) -> int:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def qkv_bias(self) -> bool:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def output_bias(self) -> bool:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def sliding_window(self) -> int | None:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def qk_norm(self) -> bool:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def norm_eps(self) -> float:
+        """See `DecoderConfig`."""
+        ...
+
+    @property
+    def is_causal(self) -> bool:
+        """See `DecoderConfig`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +174,11 @@ class DecoderConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """A token attends to itself and to earlier ones."""
+        return True
 
     def __post_init__(self) -> None:
         """Check the sizes against each other.

@@ -162,7 +162,7 @@ def decoder_config_from_hf(
     """
     family = hf.get("model_type")
     if family not in FAMILIES:
-        raise _refuse("model_type", family, f"one of {', '.join(FAMILIES)}")
+        raise _refuse("model_type", family, f"one of {', '.join(FAMILIES)}, esm")
     missing = [key for key in _REQUIRED if hf.get(key) is None]
     if missing:
         raise ConfigError(f"config.json: {', '.join(missing)} missing")

@@ -1,4 +1,4 @@
-"""The gated MLP, SwiGLU (https://arxiv.org/abs/2002.05202)."""
+"""MLPs: gated, SwiGLU (https://arxiv.org/abs/2002.05202), and plain with GELU."""
 
 from typing import Any
 
@@ -70,6 +70,32 @@ class FeedForward(nn.Module):
             `[batch, seq, embed_dim]`.
         """
         hidden: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
+        return hidden
+
+
+class GELUFeedForward(nn.Module):
+    """`w2(gelu(w1(x)))` with the exact GELU (https://arxiv.org/abs/1606.08415), and biases.
+
+    Args:
+        embed_dim: Width of input and output.
+        intermediate_dim: Hidden width.
+    """
+
+    def __init__(self, embed_dim: int, intermediate_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(embed_dim, intermediate_dim)
+        self.w2 = nn.Linear(intermediate_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+
+        Returns:
+            `[batch, seq, embed_dim]`.
+        """
+        hidden: Tensor = self.w2(F.gelu(self.w1(x)))
         return hidden
 
 

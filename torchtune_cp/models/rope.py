@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtune_cp.models.config import DecoderConfig, RopeScaling
+from torchtune_cp.models.config import RopeScaling, RotarySizes
 
 
 def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -25,7 +25,7 @@ def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def inverse_frequencies(config: DecoderConfig) -> Tensor:
+def inverse_frequencies(config: RotarySizes) -> Tensor:
     """Angle per position of each rotated pair.
 
     Computed on the CPU in fp32 whatever the model's device, so that every device rotates by the
@@ -48,7 +48,7 @@ def inverse_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def rotary_cos_sin(
-    config: DecoderConfig, input_pos: Tensor, dtype: torch.dtype
+    frequencies: Tensor, input_pos: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of every rotation angle, once for all layers of a forward pass.
 
@@ -56,7 +56,7 @@ def rotary_cos_sin(
     order of transformers, whose weights these are.
 
     Args:
-        config: The model's sizes.
+        frequencies: `[head_dim / 2]`, radians per position, from `inverse_frequencies` or a checkpoint.
         input_pos: Position of each token in its document, `[batch or 1, seq]`.
         dtype: The activations' dtype.
 
@@ -64,8 +64,7 @@ def rotary_cos_sin(
         Cosine and sine, each `[batch or 1, seq, 1, head_dim]`. The sine's first half is negated, so
         that the rotation is `x * cos + swap_halves(x) * sin`.
     """
-    frequencies = inverse_frequencies(config).to(input_pos.device)
-    angles = (input_pos[..., None].float() * frequencies).unsqueeze(-2)
+    angles = (input_pos[..., None].float() * frequencies.to(input_pos.device)).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 

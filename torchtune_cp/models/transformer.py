@@ -11,7 +11,7 @@ from torchtune_cp.models.attention import MultiHeadAttention, check_window
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
-from torchtune_cp.models.rope import rotary_cos_sin
+from torchtune_cp.models.rope import inverse_frequencies, rotary_cos_sin
 
 #: Makes something of the last hidden states `[batch, seq, embed_dim]` and the weight `[vocab, embed_dim]`.
 OutputFn = Callable[[Tensor, Tensor], Any]
@@ -156,7 +156,7 @@ class TransformerDecoder(nn.Module):
         hidden = self.tok_embeddings(tokens)
         if input_pos is None:
             input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        rope = rotary_cos_sin(self.config, input_pos, hidden.dtype)
+        rope = rotary_cos_sin(inverse_frequencies(self.config), input_pos, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, rope)
         return self.output(self.norm(hidden), output_fn)

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import LanguageModel
 
 
-def compile_layers(
-    model: TransformerDecoder, *, backend: str | Callable[..., Any] = "inductor"
-) -> None:
+def compile_layers(model: LanguageModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer's ``forward``; equal layers share what was compiled.
 
     The forward function is compiled, not the module, so that FSDP's hooks (which gather parameters)

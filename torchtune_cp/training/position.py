@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtune_cp.checkpointing.resume_point import ResumePoint
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.data import TokenDataLoader
+from torchtune_cp.data import ResumableLoader
 from torchtune_cp.training.step import micro_batches
 
 
@@ -35,7 +35,7 @@ class RunPosition:
         total_steps: Optimizer steps of the whole run.
     """
 
-    loader: TokenDataLoader
+    loader: ResumableLoader
     accumulation: int
     epochs: int
     max_steps_per_epoch: int | None = None
@@ -50,7 +50,7 @@ class RunPosition:
 
     @classmethod
     def start(
-        cls, cfg: FullFinetuneConfig, loader: TokenDataLoader, found: ResumePoint | None
+        cls, cfg: FullFinetuneConfig, loader: ResumableLoader, found: ResumePoint | None
     ) -> RunPosition:
         """Stand at the beginning of a run, or move the loader and the counts to a saved place.
 

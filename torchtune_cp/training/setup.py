@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.report import RunReport
 from torchtune_cp.metrics.run_notes import RunNotes
-from torchtune_cp.models.transformer import TransformerDecoder
+from torchtune_cp.models import LanguageModel, TransformerDecoder, TransformerEncoder
 from torchtune_cp.training.compile import compile_layers
 from torchtune_cp.training.fp8 import convert_to_float8
 from torchtune_cp.training.memory import (
@@ -38,6 +38,13 @@ from torchtune_cp.training.memory import (
 from torchtune_cp.training.optim_in_bwd import OptimizerInBackward
 from torchtune_cp.training.profiler import setup_torch_profiler
 from torchtune_cp.training.step import gradient_norm
+
+ModelT = TypeVar("ModelT", TransformerDecoder, TransformerEncoder)
+
+_RECIPES: dict[type, str] = {
+    TransformerDecoder: "full_finetune_distributed is for causal language models",
+    TransformerEncoder: "esm2_mlm_distributed is for masked language models such as ESM-2",
+}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -81,7 +88,9 @@ def build_model(
     device: torch.device,
     seed: int,
     found: ResumePoint | None = None,
-) -> TransformerDecoder:
+    *,
+    kind: type[ModelT] = TransformerDecoder,  # type: ignore[assignment]
+) -> ModelT:
     """Build the model on the meta device, shard it, and read into each rank what it holds.
 
     Args:
@@ -93,19 +102,21 @@ def build_model(
         found: What the run continues from. The weights of a training checkpoint are read with the
             rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
             the place of the checkpointer's.
+        kind: The models that the recipe trains.
 
     Raises:
-        UserError: The config names something that is no decoder, or weights of another model,
+        UserError: The config names something that is no such model, or weights of another model,
             or sizes do not divide by ``tensor_parallel_dim``.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
-    if not isinstance(model, TransformerDecoder):
+    if not isinstance(model, kind):
         raise UserError(
             f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
-            " this recipe trains the decoders of torchtune_cp.models"
+            f" this recipe trains a {kind.__name__}: {_RECIPES[kind]}"
         )
     if cfg.enable_fp8_training:
+        assert isinstance(model, TransformerDecoder)  # refused for others
         convert_to_float8(
             model,
             cfg.fp8_recipe_name,
@@ -142,11 +153,13 @@ def build_model(
         folder = FullModelHFCheckpointer(str(found.path))
         materialize(model, folder.source(model, seed), shards_on)
     else:
+        if isinstance(model, TransformerEncoder):
+            checkpointer.source(model, seed)  # for its rotary frequencies, which are no parameters
         model.to_empty(device=shards_on)
     return model
 
 
-def ulysses_dim(cfg: FullFinetuneConfig, model: TransformerDecoder) -> int | None:
+def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
     """How many ranks share the attention heads with ``context_parallel_method: ulysses``, else None.
 
     Args:
@@ -172,7 +185,7 @@ def _compiles(setting: bool | DictConfig, part: str) -> bool:
 
 
 def build_optimizer(
-    cfg: FullFinetuneConfig, model: TransformerDecoder, total_steps: int
+    cfg: FullFinetuneConfig, model: LanguageModel, total_steps: int
 ) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 

@@ -27,14 +27,16 @@ def _config(**changes) -> DecoderConfig:
 
 def test_rotation_gradient():
     x = torch.randn(2, 5, 3, 6, dtype=torch.float64, requires_grad=True)
-    cos, sin = rotary_cos_sin(_config(), torch.randint(0, 99, (2, 5)), torch.float64)
+    cos, sin = rotary_cos_sin(
+        inverse_frequencies(_config()), torch.randint(0, 99, (2, 5)), torch.float64
+    )
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), x)
 
 
 def test_rotation_is_a_complex_product_of_the_two_halves():
     x = torch.randn(2, 5, 3, 6)
     positions = torch.tensor([[0, 1, 2, 7, 900], [5, 5, 4, 0, 1]])
-    rotated = rotate(x, *rotary_cos_sin(_config(), positions, torch.float32))
+    rotated = rotate(x, *rotary_cos_sin(inverse_frequencies(_config()), positions, torch.float32))
     angles = positions[..., None, None] * 10_000.0 ** (-torch.arange(3) / 3)
     expected = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones(()), angles)
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1))

@@ -38,6 +38,11 @@ def _keys_and_values(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return key[None], value[None]
 
 
+def _select_tokens(buffer: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[1, h, n, d] in another order; in memory the heads of a token lie together."""
+    return buffer.transpose(1, 2).index_select(1, order).transpose(1, 2)
+
+
 @dataclass(frozen=True)
 class Executor:
     """The attention of one batch on one rank.
@@ -98,6 +103,22 @@ class Executor:
             self.plan.document_order = self.plan.document_order.to(device)
         return self.plan.document_order
 
+    # --- the order of the rank's own tokens -----------------------------------------------------
+
+    def _in_order(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[1, h, n, d] with the pieces of each document side by side."""
+        if self.plan.order is None:
+            return buffer
+        if self.plan.order.device != buffer.device:
+            self.plan.order = self.plan.order.to(buffer.device)
+        return _select_tokens(buffer, self.plan.order)
+
+    def _as_held(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        if self.plan.order is None:
+            return buffer
+        return _select_tokens(buffer, torch.argsort(self.plan.order.to(buffer.device)))
+
     # --- forward ------------------------------------------------------------------------------
 
     def forward(
@@ -113,8 +134,9 @@ class Executor:
 
         Returns:
             The output [1, h, n, d], 0 where a token belongs to no document, and the logsumexp [1, h, n],
-            -inf there.
+            -inf there, in the plan's order.
         """
+        query, key, value = (self._in_order(t) for t in (query, key, value))
         exact = _accumulation_dtype(query.dtype)
         calls = self.plan.calls(query.device, query.dtype)
         dtype = exact if self.plan.merges(query.device, query.dtype) else query.dtype
@@ -130,7 +152,7 @@ class Executor:
                 _merge(planned, out, logsumexp, part, sums)
         for gathered in whole:
             keep_kv(logsumexp, gathered)
-        return out.to(query.dtype), logsumexp
+        return self._as_held(out.to(query.dtype)), logsumexp
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -145,6 +167,7 @@ class Executor:
         scale: float,
     ) -> Gradients:
         """Give the gradients of query, key and value; arguments as in and of :meth:`forward`."""
+        grad_out, query, key, value, out = map(self._in_order, (grad_out, query, key, value, out))
         exact = _accumulation_dtype(query.dtype)
         calls = self.plan.calls(query.device, query.dtype)
         _, heads, tokens, width = query.shape
@@ -173,9 +196,9 @@ class Executor:
         grad_key, grad_value = _keys_and_values(sink.total())
         # Copies: an operator's results may not share their memory.
         return (
-            grad_query.to(query.dtype),
-            grad_key.to(key.dtype, copy=True),
-            grad_value.to(value.dtype, copy=True),
+            self._as_held(grad_query.to(query.dtype)),
+            self._as_held(grad_key.to(key.dtype, copy=True)),
+            self._as_held(grad_value.to(value.dtype, copy=True)),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -25,7 +26,7 @@ from torchtune_cp.errors import UserError
 #: The entries of a batch that have a sequence dimension (dimension 1), and what padding is put there.
 #: A padding token is never attended to by a real one (it stands behind all of them under a causal
 #: mask) and its label is ignored, so any token id will do.
-SEQUENCE_KEYS = ("tokens", "labels", "input_pos")
+SEQUENCE_KEYS = ("tokens", "labels", "input_pos", "token_dropout_scale")
 
 IGNORE_INDEX = -100
 
@@ -157,8 +158,9 @@ class DocumentLayout:
         pieces: What each attention rank holds: those of split documents first.
         heads_split: How many context-parallel ranks share what one attention rank holds, consecutive
             parts of it outside of attention and parts of the heads inside it (Ulysses); else 1.
-        length: Tokens of one context-parallel rank with the padding at its end.
-        keeps_rows: A single rank has the whole batch, its rows laid end to end, their padding included.
+        length: Tokens of one context-parallel rank with its padding.
+        starts: Where each of the pieces lies among its attention rank's tokens; None: side by side, with
+            the padding at the end.
     """
 
     documents: tuple[Document, ...]
@@ -167,13 +169,30 @@ class DocumentLayout:
     pieces: tuple[tuple[Piece, ...], ...]
     heads_split: int
     length: int
-    keeps_rows: bool = False
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     def placed(self, rank: int) -> list[Placed]:
         """The pieces of an attention rank and where they lie among its tokens."""
-        if not self.keeps_rows:
+        if self.starts is None:
             return placed(self.pieces[rank])
-        return [Placed(p, self.documents[p.document].offset + p.start) for p in self.pieces[rank]]
+        return list(map(Placed, self.pieces[rank], self.starts[rank]))
+
+    @cached_property
+    def side_by_side(self) -> bool:
+        """Whether every rank has the pieces of each document side by side, as attention wants them."""
+        return all(
+            a.piece.document != b.piece.document or a.at + a.piece.stop - a.piece.start == b.at
+            for rank in range(len(self.pieces))
+            for a, b in pairwise(self.placed(rank))
+        )
+
+    def side_by_side_order(self, rank: int) -> torch.Tensor:
+        """Which of its tokens an attention rank takes first, second, ...: pieces in order, then padding."""
+        tokens = torch.zeros(self.heads_split * self.length, dtype=torch.bool)
+        order = [torch.arange(at, at + p.stop - p.start) for p, at in self.placed(rank)]
+        for part in order:
+            tokens[part] = True
+        return torch.cat([*order, (~tokens).nonzero().flatten()])
 
     def pairs(self) -> list[int]:
         """Query-key pairs that the mask lets through, by attention rank."""
@@ -249,7 +268,137 @@ def whole_rows(
         mask: What is attended to within a document.
     """
     pieces = tuple(Piece(number, 0, d.length) for number, d in enumerate(documents))
-    return DocumentLayout(documents, shape, mask, (pieces,), 1, shape[0] * shape[1], True)
+    starts = tuple(d.offset for d in documents)
+    return DocumentLayout(documents, shape, mask, (pieces,), 1, shape[0] * shape[1], (starts,))
+
+
+def head_tail_places(padded: Sequence[int], cp: int, tail: int = 0) -> torch.Tensor:
+    """Which places of padded documents, laid end to end, every rank holds: of each its head and tail.
+
+    Args:
+        padded: Tokens of each document with its padding, multiples of ``2 cp`` (of 1 with ``cp`` 1).
+        cp: Context-parallel degree.
+        tail: Padding behind the last document, a multiple of ``cp``; consecutive parts of it are given out.
+
+    Returns:
+        [cp, (sum of padded + tail) / cp] places, row r for rank r: chunks r and ``2 cp - 1 - r`` of the
+        first document, then of the second, ...
+
+    Raises:
+        ValueError: A length that does not divide.
+    """
+    lengths = torch.tensor(list(padded), dtype=torch.int64)
+    total = int(lengths.sum())
+    if cp == 1:
+        return torch.arange(total + tail)[None]
+    if bool((lengths % (2 * cp)).any()) or tail % cp:
+        raise ValueError(f"lengths {list(padded)} and {tail}: not multiples of {2 * cp} and {cp}")
+    chunk = lengths // (2 * cp)
+    offset = lengths.cumsum(0) - lengths
+    ranks = torch.arange(cp)[:, None]
+    # [cp, documents, 2]: where the head and the tail begin.
+    starts = torch.stack([offset + ranks * chunk, offset + (2 * cp - 1 - ranks) * chunk], dim=2)
+    sizes = chunk.repeat_interleave(2)
+    within = torch.arange(total // cp) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    places = starts.flatten(1).repeat_interleave(sizes, dim=1) + within
+    behind = torch.arange(total, total + tail).view(cp, tail // cp)
+    return torch.cat([places, behind], dim=1)
+
+
+@lru_cache(maxsize=64)
+def head_tail_layout(
+    lengths: tuple[int, ...],
+    padded: tuple[int, ...],
+    shape: tuple[int, int],
+    cp: int,
+    mask: AttentionMask,
+    *,
+    heads_split: int = 1,
+) -> DocumentLayout:
+    """The layout of :func:`head_tail_places`: of every padded document its head and its tail, in order.
+
+    Padding at the end of a document lies between the documents on the ranks that hold it, and belongs to
+    none of them: nothing attends to it.
+
+    Args:
+        lengths: Tokens of each document without its padding.
+        padded: Tokens of each document with it, multiples of ``2 cp`` (of 1 with ``cp`` 1).
+        shape: ``(b, s)`` of the whole padded batch, whose rows laid end to end are the padded documents,
+            possibly with more padding behind the last.
+        cp: Context-parallel degree.
+        mask: What is attended to within a document.
+        heads_split: How many ranks share an attention rank's tokens; divides ``cp``.
+    """
+    length = shape[0] * shape[1] // cp
+    chunks = 2 * cp if cp > 1 else 1
+    documents, held = [], [[] for _ in range(cp)]  # type: ignore[var-annotated]
+    offset = at = 0
+    for number, (real, whole) in enumerate(zip(lengths, padded, strict=True)):
+        documents.append(Document(offset, real))
+        size = whole // chunks
+        for rank in range(cp):
+            place = at
+            for chunk in (rank, chunks - 1 - rank) if cp > 1 else (0,):
+                piece = Piece(number, chunk * size, min((chunk + 1) * size, real))
+                if piece.start < piece.stop:
+                    held[rank].append(Placed(piece, place))
+                place += size
+        offset += whole
+        at += whole // cp
+    pieces, starts = [], []
+    for first in range(0, cp, heads_split):
+        own = [
+            Placed(piece, number * length + at)
+            for number, rank in enumerate(range(first, first + heads_split))
+            for piece, at in held[rank]
+        ]
+        own.sort()
+        pieces.append(tuple(piece for piece, _ in own))
+        starts.append(tuple(at for _, at in own))
+    return DocumentLayout(
+        tuple(documents), shape, mask, tuple(pieces), heads_split, length, tuple(starts)
+    )
+
+
+def layout_of_slices(
+    batch: dict[str, torch.Tensor], cp: int, mask: AttentionMask, *, heads_split: int = 1
+) -> DocumentLayout:
+    """Read off a batch that was cut document by document, head and tail, who holds what.
+
+    Args:
+        batch: One rank's slices: ``tokens`` [b, n], and for the whole batch ``cu_seqlens`` and
+            ``cu_seqlens_padded`` [documents + 1], integers: where each document ends, counted without and
+            with the padding at its end; both begin with 0. The padded documents are the whole batch's rows
+            laid end to end, possibly with more padding behind the last one.
+        cp: Context-parallel degree.
+        mask: What is attended to within a document.
+        heads_split: See :func:`head_tail_layout`.
+
+    Raises:
+        UserError: Entries are missing or do not fit the number of tokens.
+    """
+    missing = [key for key in ("cu_seqlens", "cu_seqlens_padded") if key not in batch]
+    if missing:
+        raise UserError(
+            f"a batch that is already cut needs {' and '.join(missing)} [documents + 1]; given:"
+            f" {sorted(batch)}"
+        )
+    ends, padded_ends = batch["cu_seqlens"], batch["cu_seqlens_padded"]
+    rows, n = batch["tokens"].shape
+    lengths, padded = ends.diff().tolist(), padded_ends.diff().tolist()
+    divisor = 2 * cp if cp > 1 else 1
+    if (
+        len(lengths) != len(padded)
+        or any(real > whole for real, whole in zip(lengths, padded, strict=True))
+        or any(whole % divisor for whole in padded)
+        or sum(padded) > rows * n * cp
+    ):
+        raise UserError(
+            f"cu_seqlens {ends.tolist()} and cu_seqlens_padded {padded_ends.tolist()} do not describe"
+            f" documents padded to multiples of {divisor} in {rows} x {n} tokens on each of {cp} ranks"
+        )
+    shape = (rows, n * cp)
+    return head_tail_layout(tuple(lengths), tuple(padded), shape, cp, mask, heads_split=heads_split)
 
 
 def cut_batch(

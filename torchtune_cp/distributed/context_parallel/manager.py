@@ -24,11 +24,13 @@ from torchtune_cp.distributed.context_parallel.flex import (
     mask_mod_region,
 )
 from torchtune_cp.distributed.context_parallel.layout import (
+    SEQUENCE_KEYS,
     DocumentLayout,
     SequenceLayout,
     check_shapes,
     cut_batch,
     document_layout,
+    layout_of_slices,
     pad_batch,
     whole_rows,
 )
@@ -165,6 +167,7 @@ def context_parallel(
     window: int | None = None,
     ulysses_dim: int | None = None,
     mask_mod: MaskMod | None = None,
+    already_cut: bool = False,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Cut a batch along the sequence and distribute attention over the context-parallel ranks.
 
@@ -200,6 +203,10 @@ def context_parallel(
             head, query position and key position, for masks that documents, causality and a window
             cannot say. It takes the place of ``is_causal``, which then is but the layout's. On CUDA through
             FlexAttention, elsewhere with the mask written out.
+        already_cut: The batch holds this rank's slices already, as a context-parallel data loader hands
+            them out: ``tokens`` [b, n] and what goes with them, ``cu_seqlens`` and ``cu_seqlens_padded``
+            [documents + 1], see :func:`layout.layout_of_slices`. They are yielded as one sequence
+            ``[1, b n]``.
 
     Yields:
         A dict with this rank's slices, ``input_pos`` among them: a model must take its rotary positions
@@ -215,13 +222,31 @@ def context_parallel(
         raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
     parts = _check(cp_mesh, method, rotate_method, ulysses_dim)
     check_shapes(batch)
-    mask = AttentionMask(is_causal, window).within(batch["tokens"].size(1))
+    cp = 1 if cp_mesh is None else cp_mesh.size()
+    longest = batch["tokens"].size(1) * (cp if already_cut else 1)
+    mask = AttentionMask(is_causal, window).within(longest)
     if mask_mod is not None:
         _check_mask_mod(cp_mesh, method, window)
+        if already_cut:
+            raise UserError("mask_mod with already_cut=True: give context_parallel the whole batch")
     by_documents = "seq_lens" in batch or mask.window is not None or mask_mod is not None
     _entered = True
     try:
-        if cp_mesh is None or cp_mesh.size() == 1:
+        if already_cut:
+            layout = layout_of_slices(batch, cp, mask, heads_split=parts)
+            grid = None
+            if cp_mesh is not None and cp > 1:
+                grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
+            local = {
+                key: batch[key].reshape(1, -1)
+                for key in SEQUENCE_KEYS
+                if batch.get(key) is not None
+            }
+            with _region(layout, grid, method, rotate_method, None, batch["tokens"].device):
+                _tell_models(window, None)
+                yield LocalBatch(local, layout, 0 if grid is None else grid.rank)
+            return
+        if cp_mesh is None or cp == 1:
             # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
             if pad_to_multiple_of > 1:
                 seq_lens = {k: v for k, v in batch.items() if k == "seq_lens"}
@@ -235,7 +260,6 @@ def context_parallel(
                 _tell_models(window, mask_mod)
                 yield LocalBatch(batch, layout, 0)
             return
-        cp = cp_mesh.size()
         if not by_documents and method == "ring":
             divisor = math.lcm(2 * cp, pad_to_multiple_of)
             local = _pad(batch, divisor, is_causal)

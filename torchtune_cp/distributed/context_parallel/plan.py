@@ -18,7 +18,12 @@ from functools import lru_cache
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.assignment import Piece, placed, split_documents
+from torchtune_cp.distributed.context_parallel.assignment import (
+    Piece,
+    Placed,
+    placed,
+    split_documents,
+)
 from torchtune_cp.distributed.context_parallel.kernels import Call, calls_of
 from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
 from torchtune_cp.distributed.context_parallel.tiles import Tile, tiles_of
@@ -49,6 +54,8 @@ class Plan:
         travelling: Leading tokens whose keys and values go to the other ranks; 0 when none do.
         steps: The tiles on the own keys and values; then by place down the ring, or (``allgather``) those
             on the gathered ones.
+        order: Where the tokens that the steps count through lie among the rank's own; None: they are in that
+            order already.
         document_order: ``allgather``: where the keys, then the values, of all split documents lie among
             the rows of what was gathered, ``[ranks x 2 x travelling]`` rows; else None.
     """
@@ -60,6 +67,7 @@ class Plan:
     travelling: int
     steps: list[list[Tile]]
     document_order: torch.Tensor | None
+    order: torch.Tensor | None = None
     _calls: dict[tuple[torch.device, torch.dtype], list[list[PlannedCall]]] = field(
         default_factory=dict
     )
@@ -98,8 +106,8 @@ def _first_touch(touched: torch.Tensor, call: Call) -> bool:
     return fresh
 
 
-def _tokens(pieces: Sequence[Piece]) -> int:
-    return sum(p.stop - p.start for p in pieces)
+def _end(pieces: Sequence[Placed]) -> int:
+    return max((p.at + p.piece.stop - p.piece.start for p in pieces), default=0)
 
 
 @lru_cache(maxsize=64)
@@ -113,16 +121,19 @@ def make_plan(layout: DocumentLayout, method: str, rank: int) -> Plan:
     """
     lengths = [d.length for d in layout.documents]
     split = split_documents([list(own) for own in layout.pieces])
-    # Pieces of split documents stand first, so that what travels is the head of each rank's buffer.
-    travels = [[p for p in own if p.document in split] for own in layout.pieces]
-    own = layout.placed(rank)
-    shared = [p for p in own if p.piece.document in split]
     ranks = len(layout.pieces)
-    order = None
+    order = None if layout.side_by_side else layout.side_by_side_order(rank)
+    held = [
+        layout.placed(r) if layout.side_by_side else placed(layout.pieces[r]) for r in range(ranks)
+    ]
+    # What travels is the head of each rank's buffer, up to the last piece of a split document.
+    travels = [[p for p in theirs if p.piece.document in split] for theirs in held]
+    own, shared = held[rank], travels[rank]
+    document_order = None
     if method == "ring":
         steps = [tiles_of(own, own, lengths, layout.mask)]
         for back in range(1, ranks):
-            theirs = placed(travels[(rank - back) % ranks])
+            theirs = travels[(rank - back) % ranks]
             steps.append(tiles_of(shared, theirs, lengths, layout.mask))
     else:
         alone = [p for p in own if p.piece.document not in split]
@@ -131,17 +142,17 @@ def make_plan(layout: DocumentLayout, method: str, rank: int) -> Plan:
             tiles_of(alone, alone, lengths, layout.mask),
             tiles_of(shared, whole, lengths, layout.mask),
         ]
-    travelling = max(map(_tokens, travels))
+    travelling = max(map(_end, travels))
     if method == "allgather" and travelling:
-        order = _document_order(travels, travelling)
+        document_order = _document_order(travels, travelling)
     length = layout.length * layout.heads_split
-    return Plan(layout, method, rank, length, travelling, steps, order)
+    return Plan(layout, method, rank, length, travelling, steps, document_order, order)
 
 
-def _document_order(travels: Sequence[Sequence[Piece]], travelling: int) -> torch.Tensor:
+def _document_order(travels: Sequence[Sequence[Placed]], travelling: int) -> torch.Tensor:
     rows = []
     for rank, pieces in enumerate(travels):
         first = 2 * travelling * rank  # a rank's keys, then its values
-        rows += [(p.piece, first + p.at, p.piece.stop - p.piece.start) for p in placed(pieces)]
+        rows += [(p.piece, first + p.at, p.piece.stop - p.piece.start) for p in pieces]
     keys = torch.cat([torch.arange(at, at + size) for _, at, size in sorted(rows)])
     return torch.cat([keys, keys + travelling])

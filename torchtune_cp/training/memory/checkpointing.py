@@ -17,7 +17,7 @@ from torchtune_cp.distributed.context_parallel.torch_private import keep_gathere
 from torchtune_cp.errors import UserError
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import LanguageModel
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
     return run
 
 
-def apply_activation_checkpointing(model: TransformerDecoder, every_nth_layer: int = 1) -> None:
+def apply_activation_checkpointing(model: LanguageModel, every_nth_layer: int = 1) -> None:
     """Keep only the input of a layer in the forward pass and compute the rest again in backward.
 
     Wraps each layer's ``forward``, not the module: parameter names stay, FSDP's hooks stay outside
@@ -80,7 +80,7 @@ def _keep(
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_selective_checkpointing(model: TransformerDecoder, *, keep_kv: bool = False) -> None:
+def apply_selective_checkpointing(model: LanguageModel, *, keep_kv: bool = False) -> None:
     """Keep the input and the attention output of every layer; compute the rest again in backward.
 
     Attention is the part whose cost grows with the square of the sequence length, and under context

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder
+    from torchtune_cp.models import LanguageModel
 
 #: Smaller tensors stay on the device: starting a copy costs more than they take.
 MIN_BYTES = 1024
@@ -286,7 +286,7 @@ def _offloaded(
 
 
 def apply_activation_offloading(
-    model: TransformerDecoder, device: torch.device, min_bytes: int = MIN_BYTES
+    model: LanguageModel, device: torch.device, min_bytes: int = MIN_BYTES
 ) -> ActivationOffload:
     """Keep what the layers save for backward in host memory between forward and backward.
 

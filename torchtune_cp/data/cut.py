@@ -1,0 +1,82 @@
+"""A whole batch -> what each context-parallel rank gets of it."""
+
+from __future__ import annotations
+
+import torch
+
+from torchtune_cp.distributed.context_parallel.layout import (
+    check_shapes,
+    head_tail_places,
+    pad_batch,
+)
+from torchtune_cp.errors import UserError
+
+
+def with_document_ends(batch: dict[str, torch.Tensor], cp: int) -> dict[str, torch.Tensor]:
+    """Give a batch of any collate function what a cut needs.
+
+    Args:
+        batch: `tokens` [b, s] and what goes with them. With `cu_seqlens` and `cu_seqlens_padded` it stays as
+            it is; without, every row is one document, padded to a multiple of ``2 x cp``.
+        cp: Context-parallel degree.
+
+    Returns:
+        The batch with `cu_seqlens`, `cu_seqlens_padded` and `input_pos`.
+
+    Raises:
+        UserError: Packed rows (`seq_lens`) without `cu_seqlens_padded`, or malformed entries.
+    """
+    check_shapes(batch)
+    if "cu_seqlens" in batch and "cu_seqlens_padded" in batch:
+        return batch
+    if "seq_lens" in batch:
+        raise UserError(
+            "a packed batch needs its documents padded one by one to be cut for context parallelism:"
+            " let the collate function give cu_seqlens and cu_seqlens_padded in place of seq_lens (as"
+            " torchtune_cp.data.MaskedLMCollator does)"
+        )
+    rows, length = batch["tokens"].shape
+    padded = pad_batch(batch, 2 * cp if cp > 1 else 1)
+    ends = torch.arange(rows + 1)
+    return {
+        **batch,
+        **padded,
+        "cu_seqlens": ends * length,
+        "cu_seqlens_padded": ends * padded["tokens"].size(1),
+    }
+
+
+def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch document by document: rank r gets chunks r and ``2 cp - 1 - r`` of ``2 cp`` of each.
+
+    Args:
+        batch: The whole batch, see :func:`with_document_ends`; every entry of the shape of `tokens` is cut,
+            the others go to all ranks.
+        cp: Context-parallel degree.
+
+    Returns:
+        By rank: a batch of the same entries, those that were cut [b, s / cp], in the order of the documents;
+        ready for `context_parallel(..., already_cut=True)`.
+
+    Raises:
+        UserError: A malformed batch, or documents whose padded length does not divide by ``2 x cp``.
+    """
+    batch = with_document_ends(batch, cp)
+    shape = batch["tokens"].shape
+    padded = batch["cu_seqlens_padded"].diff().tolist()
+    tail = shape.numel() - sum(padded)
+    try:
+        places = head_tail_places(padded, cp, tail)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"a batch of {list(shape)} tokens with documents padded to {padded} cannot be cut over"
+            f" {cp} ranks: each must be a multiple of {2 * cp}"
+        ) from error
+    cut = {key for key, entry in batch.items() if getattr(entry, "shape", None) == shape}
+    return [
+        {
+            key: entry.flatten()[own].view(shape[0], -1) if key in cut else entry
+            for key, entry in batch.items()
+        }
+        for own in places
+    ]

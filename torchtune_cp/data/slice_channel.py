@@ -1,0 +1,290 @@
+"""From the one rank that reads to those that share its batches: tensors, and nothing pickled.
+
+A message is a header of a fixed number of int64, which every rank can receive without knowing anything, and
+a buffer of bytes for each rank, whose layout the header tells. Both travel on a process group of their own,
+so that a background thread may use it beside the collectives of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtune_cp.errors import UserError
+
+#: What a message says.
+BATCH, END, USER_ERROR, ERROR = range(4)
+
+_DTYPES = (
+    torch.int64,
+    torch.int32,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int8,
+)
+_MOST_ENTRIES, _MOST_DIMS, _NAME_BYTES = 48, 4, 32
+# kind, bytes per rank, number, entries; then for each entry dtype, dimensions, sizes, name
+_FIRST = 4
+_PER_ENTRY = 2 + _MOST_DIMS + _NAME_BYTES // 8
+_HEADER = _FIRST + _MOST_ENTRIES * _PER_ENTRY
+#: Entries begin at multiples of this many bytes, so that they can be viewed in place.
+_ALIGNMENT = 16
+
+# A rank that waits here waits for its reader, which may be busy with anything for any time. If the reader
+# dies, its connections break; if it hangs, the collectives of training run into their own time-out.
+_TIMEOUT = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a reader tells.
+
+    Attributes:
+        kind: BATCH, END, USER_ERROR or ERROR.
+        number: With BATCH: the reader's place in the data after it; at the start, a count.
+        entries: With BATCH: the receiving rank's tensors by name.
+        text: Of an error.
+    """
+
+    kind: int
+    number: int = 0
+    entries: Mapping[str, torch.Tensor] | None = None
+    text: str = ""
+
+
+#: Groups that no loader uses any more, by their ranks, and the default group that they were made under.
+#: A destroyed group's name would be given again to a new one of the same ranks, which would then meet
+#: under the addresses that the old one left in the store; so none is destroyed by itself.
+_free: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+_free_of: dist.ProcessGroup | None = None
+
+
+def take_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Make a gloo group for CPU tensors, or take one that was given back.
+
+    Args:
+        ranks: Global ranks; they alone have to call this, all of them in the same order and, since torch
+            names a group after the number of those that a rank has, with as many groups before.
+
+    Returns:
+        The group, None for a single rank.
+    """
+    global _free_of
+    if len(ranks) < 2:
+        return None
+    if _free_of is not dist.group.WORLD:  # the processes have met anew since
+        _free.clear()
+        _free_of = dist.group.WORLD
+    if _free.get(tuple(ranks)):
+        return _free[tuple(ranks)].pop()
+    return dist.new_group(
+        list(ranks), backend="gloo", timeout=_TIMEOUT, use_local_synchronization=True
+    )
+
+
+def give_back(group: dist.ProcessGroup | None) -> None:
+    """Let another loader of the same ranks have a group; nothing may be under way on it."""
+    if group is not None and dist.is_initialized() and _free_of is dist.group.WORLD:
+        _free.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
+
+
+class Parcel:
+    """A message made ready to be sent: nothing can go wrong with it any more."""
+
+    def __init__(
+        self, message: Message, slices: Sequence[Mapping[str, torch.Tensor]] | None = None
+    ) -> None:
+        """Lay a message out.
+
+        Args:
+            message: What to tell; for BATCH without its entries.
+            slices: With BATCH: what each rank gets, in the order of the ranks; the same entries, dtypes and
+                shapes for all.
+
+        Raises:
+            UserError: An entry that cannot be sent.
+        """
+        if message.kind == BATCH:
+            assert slices is not None
+            self.message = Message(BATCH, message.number, dict(slices[0]))
+            self.header, self.buffers = _encode(message.number, slices)
+        else:
+            self.message = message
+            text = bytearray(message.text.encode() or b" ")
+            self.buffers = [torch.frombuffer(text, dtype=torch.uint8)]
+            self.header = torch.zeros(_HEADER, dtype=torch.int64)
+            self.header[:_FIRST] = torch.tensor([message.kind, len(text), message.number, 0])
+
+
+class SliceChannel:
+    """Carries messages from the first of some ranks to the others."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Make the process group; all of its ranks have to call this.
+
+        Args:
+            ranks: Global ranks; the first one reads.
+        """
+        self._ranks = list(ranks)
+        self._group = take_group(self._ranks)
+        self.is_reader = self._group is None or dist.get_rank() == self._ranks[0]
+
+    def send(self, parcel: Parcel) -> Message:
+        """Tell the others, as the reader; returns the message as the reader's own rank gets it."""
+        if self._group is not None:
+            dist.broadcast(parcel.header, src=self._ranks[0], group=self._group)
+            buffers = parcel.buffers
+            if len(buffers) == 1:
+                buffers = buffers * len(self._ranks)
+            own = torch.empty_like(buffers[0])
+            dist.scatter(own, buffers, src=self._ranks[0], group=self._group)
+        return parcel.message
+
+    def receive(self) -> Message:
+        """Wait for what the reader tells, as one of the others."""
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        dist.broadcast(header, src=self._ranks[0], group=self._group)
+        kind, size, number, _ = header[:_FIRST].tolist()
+        buffer = torch.empty(size, dtype=torch.uint8)
+        dist.scatter(buffer, src=self._ranks[0], group=self._group)
+        if kind == BATCH:
+            return Message(kind, number, _decode(header, buffer))
+        return Message(kind, number, text=bytes(buffer.tolist()).decode().strip())
+
+    def close(self) -> None:
+        """Give the process group back."""
+        give_back(self._group)
+        self._group = None
+
+
+class Readers:
+    """The reading ranks of all data-parallel groups, which end and fail together."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Make the process group; all of its ranks have to call this.
+
+        Args:
+            ranks: Global ranks.
+        """
+        self._ranks = list(ranks)
+        self._group = take_group(self._ranks)
+
+    def agree(self, message: Message) -> Message:
+        """Tell the others how this rank's reading went.
+
+        Args:
+            message: What this rank has to say.
+
+        Returns:
+            It, unless another rank's data has ended or could not be read: then that.
+
+        Raises:
+            UserError: On all of them, where they have different numbers to tell: their data differ.
+        """
+        if self._group is None:
+            return message
+        kinds = [torch.zeros(3, dtype=torch.int64) for _ in self._ranks]
+        text = message.text.encode()
+        told = torch.tensor([message.kind, len(text), message.number])
+        dist.all_gather(kinds, told, group=self._group)
+        worst = max(range(len(kinds)), key=lambda place: int(kinds[place][0]))
+        kind, size, _ = kinds[worst].tolist()
+        numbers = [int(k[2]) for k in kinds]
+        if all(int(k[0]) == kind for k in kinds) and len(set(numbers)) > 1:
+            raise UserError(
+                f"the data-parallel ranks read different data: they count {numbers} samples; give all"
+                " of them the same dataset"
+            )
+        if kind == BATCH or (kind == END and message.kind == END):
+            return message
+        if kind == END:
+            return Message(END)
+        # A byte more than the text, for an empty one.
+        buffer = torch.zeros(size + 1, dtype=torch.uint8)
+        if dist.get_rank() == self._ranks[worst]:
+            buffer[:size] = torch.tensor(list(text), dtype=torch.uint8)
+        dist.broadcast(buffer, src=self._ranks[worst], group=self._group)
+        if message.kind == kind:
+            return message  # its own mistake, in its own words
+        return Message(kind, text=bytes(buffer[:size].tolist()).decode())
+
+    def close(self) -> None:
+        """Give the process group back."""
+        give_back(self._group)
+        self._group = None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _encode(
+    number: int, slices: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    names = list(slices[0])
+    if len(names) > _MOST_ENTRIES:
+        raise UserError(f"a batch of {len(names)} entries; at most {_MOST_ENTRIES} can be sent")
+    header = torch.zeros(_HEADER, dtype=torch.int64)
+    offsets, total = [], 0
+    for place, name in enumerate(names):
+        entry, encoded = slices[0][name], name.encode()
+        if (
+            not isinstance(entry, torch.Tensor)
+            or entry.device.type != "cpu"
+            or entry.dtype not in _DTYPES
+            or entry.ndim > _MOST_DIMS
+            or len(encoded) > _NAME_BYTES
+        ):
+            what = (
+                f"a {entry.dtype} tensor {list(entry.shape)} on {entry.device}"
+                if isinstance(entry, torch.Tensor)
+                else f"a {type(entry).__name__}"
+            )
+            raise UserError(
+                f"batch entry {name!r} is {what}; a collate function gives CPU tensors of plain dtypes"
+                f" with at most {_MOST_DIMS} dimensions, under names of at most {_NAME_BYTES} bytes"
+            )
+        row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY]
+        row[0], row[1] = _DTYPES.index(entry.dtype), entry.ndim
+        row[2 : 2 + entry.ndim] = torch.tensor(entry.shape, dtype=torch.int64)
+        row[2 + _MOST_DIMS :] = torch.frombuffer(
+            bytearray(encoded.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64
+        )
+        offsets.append(total)
+        total += _aligned(entry.numel() * entry.element_size())
+    total = max(total, 1)
+    header[:_FIRST] = torch.tensor([BATCH, total, number, len(names)])
+    buffers: list[torch.Tensor] = []
+    for rank, own in enumerate(slices):
+        if rank and own is slices[rank - 1]:
+            buffers.append(buffers[-1])
+            continue
+        buffer = torch.zeros(total, dtype=torch.uint8)
+        for name, at in zip(names, offsets, strict=True):
+            entry = own[name]
+            size = entry.numel() * entry.element_size()
+            buffer[at : at + size] = entry.contiguous().view(-1).view(torch.uint8)
+        buffers.append(buffer)
+    return header, buffers
+
+
+def _decode(header: torch.Tensor, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    entries, at = {}, 0
+    for place in range(int(header[3])):
+        row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY].tolist()
+        dtype, shape = _DTYPES[row[0]], row[2 : 2 + row[1]]
+        name = torch.tensor(row[2 + _MOST_DIMS :]).view(torch.uint8)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        key = bytes(name.tolist()).rstrip(b"\0").decode()
+        entries[key] = buffer[at : at + size].view(dtype).view(shape)
+        at += _aligned(size)
+    return entries

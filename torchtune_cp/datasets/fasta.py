@@ -1,0 +1,135 @@
+"""FASTA files, gzipped or not, record by record."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtune_cp.errors import UserError
+
+
+def clean_sequence(text: str) -> str:
+    """A sequence as the tokenizer wants it.
+
+    Args:
+        text: As it stands in a file.
+
+    Returns:
+        Upper case (lower case marks repeats), without white space and without the ``*`` that stands
+        for the stop codon at the end of some translations.
+    """
+    return "".join(text.split()).upper().removesuffix("*")
+
+
+def read_fasta(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Read a FASTA file, gzipped or not, record by record.
+
+    Args:
+        path: The file; ``.gz`` in its name means gzip.
+
+    Yields:
+        The record's name (the header's first word) and its sequence, see `clean_sequence`.
+
+    Raises:
+        UserError: The file is missing, unreadable, or has text before its first ``>`` header.
+    """
+    file = Path(path).expanduser()
+    name: str | None = None
+    parts: list[str] = []
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="ascii") as lines:
+            for number, line in enumerate(lines, 1):
+                line = line.strip()
+                if line.startswith(">"):
+                    if name is not None:
+                        yield name, clean_sequence("".join(parts))
+                    name, parts = _name(line), []
+                elif line and name is None:
+                    raise UserError(f"{file}, line {number}: text before the first '>' header")
+                elif line:
+                    parts.append(line)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"dataset.path: cannot read {file} as FASTA: {error}") from error
+    if name is not None:
+        yield name, clean_sequence("".join(parts))
+
+
+def _name(header: str) -> str:
+    return (header[1:].split() or [""])[0]
+
+
+class FastaRows:
+    """The records of a FASTA file as rows with one column, "sequence".
+
+    Of a plain file only the places of the records are kept, 8 bytes each; a record is read when it is
+    asked for. A gzipped file cannot be read from the middle, so its residues are kept, a byte each.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Look through the whole file.
+
+        Args:
+            path: The file; ``.gz`` in its name means gzip.
+
+        Raises:
+            UserError: The file cannot be read as FASTA, or holds no record.
+        """
+        self._file = Path(path).expanduser()
+        self._records: list[tuple[str, str]] | None = None
+        self._starts = array("q")
+        if self._file.suffix == ".gz":
+            self._records = list(read_fasta(self._file))
+        else:
+            next(read_fasta(self._file), None)  # a file that is no FASTA is refused here
+            self._find_records()
+        if not len(self):
+            raise UserError(f"dataset.path={str(path)!r} holds no FASTA record ('>name' lines)")
+
+    def _find_records(self) -> None:
+        place = 0
+        with self._file.open("rb") as lines:
+            for line in lines:
+                if line.lstrip().startswith(b">"):
+                    self._starts.append(place)
+                place += len(line)
+        self._starts.append(place)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1 if self._records is None else len(self._records)
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        """All rows in order, in one pass over the file."""
+        records = read_fasta(self._file) if self._records is None else iter(self._records)
+        return ({"sequence": sequence} for _, sequence in records)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return {"sequence": self._record(index)[1]}
+
+    def fingerprint(self) -> str:
+        """A hash of the file's content."""
+        digest = hashlib.sha256()
+        with self._file.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def name_of(self, index: int) -> str:
+        """The record's name, for messages."""
+        return self._record(index)[0]
+
+    def _record(self, index: int) -> tuple[str, str]:
+        if self._records is not None:
+            return self._records[index]
+        # Opened anew each time: worker processes would share the position in an open file.
+        try:
+            with self._file.open("rb") as file:
+                file.seek(self._starts[index])
+                text = file.read(self._starts[index + 1] - self._starts[index]).decode("ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"dataset.path: cannot read {self._file} as FASTA: {error}") from error
+        header, _, sequence = text.strip().partition("\n")
+        return _name(header), clean_sequence(sequence)

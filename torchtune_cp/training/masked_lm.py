@@ -1,0 +1,150 @@
+"""What training a masked language model needs besides what every recipe needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch import Tensor
+from torch.utils.data import ConcatDataset
+
+from torchtune_cp.config import MaskedLMConfig, instantiate
+from torchtune_cp.data import (
+    CPDataLoader,
+    EsmTokenizer,
+    MaskedDataset,
+    MaskedLMCollator,
+    TokenBudgetDataset,
+    create_cp_dataloader,
+)
+from torchtune_cp.distributed import Meshes, ParallelDims
+from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
+from torchtune_cp.errors import UserError
+from torchtune_cp.models import TransformerEncoder
+from torchtune_cp.training.step import count_label_tokens
+
+
+def build_masked_lm_loader(
+    cfg: MaskedLMConfig,
+    dataset: DictConfig | ListConfig,
+    tokenizer: Any,
+    model: TransformerEncoder,
+    dims: ParallelDims,
+    meshes: Meshes,
+    seed: int,
+    *,
+    validation: bool = False,
+) -> CPDataLoader:
+    """Build the loader: one rank of each data-parallel group reads, the others get their slices.
+
+    Args:
+        cfg: The run's config.
+        dataset: ``cfg.dataset`` or ``cfg.dataset_val``; a list is concatenated.
+        tokenizer: Handed to the datasets; knows the mask and padding tokens.
+        model: Knows whether it needs the mask ratio of each sample.
+        dims: The degrees of parallelism.
+        meshes: Who shares batches.
+        seed: Of the order of samples and of the masks.
+        validation: Read every sample exactly once, in order, with the same masks each time; training
+            leaves out an incomplete last global batch.
+
+    Raises:
+        UserError: A tokenizer or model that is not for masked language modelling or another's, or data
+            that cannot be read.
+    """
+    if not isinstance(tokenizer, EsmTokenizer):
+        raise UserError(
+            f"tokenizer: {type(tokenizer).__name__} has no mask token; use"
+            " torchtune_cp.data.esm_tokenizer"
+        )
+    if (tokenizer.mask_id, tokenizer.pad_id) != (
+        model.config.mask_token_id,
+        model.config.pad_token_id,
+    ):
+        raise UserError(
+            f"tokenizer: its mask and padding tokens are {tokenizer.mask_id} and {tokenizer.pad_id}, the"
+            f" model's are {model.config.mask_token_id} and {model.config.pad_token_id}; use the"
+            " model's own tokenizer"
+        )
+    loader, _ = create_cp_dataloader(
+        partial(_masked_samples, cfg, dataset, tokenizer, seed),
+        meshes.world,
+        collate_fn=MaskedLMCollator(
+            cfg.sequence_format,
+            pad_id=tokenizer.pad_id,
+            divisor=dims.min_seq_len_divisor,
+            mask_id=tokenizer.mask_id if model.config.token_dropout else None,
+        ),
+        batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
+        shuffle=cfg.shuffle and not validation,
+        seed=seed,
+        drop_last=not validation,
+        num_workers=cfg.num_workers,
+    )
+    return loader
+
+
+def _masked_samples(
+    cfg: MaskedLMConfig, dataset: DictConfig | ListConfig, tokenizer: EsmTokenizer, seed: int
+) -> Any:
+    nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
+    parts = [instantiate(node, tokenizer) for node in nodes]
+    masking = instantiate(cfg.masking, tokenizer, seed=seed)
+    masked = MaskedDataset(parts[0] if len(parts) == 1 else ConcatDataset(parts), masking)
+    if cfg.token_micro_batch_size is None:
+        return masked
+    return TokenBudgetDataset(
+        masked,
+        cfg.token_micro_batch_size,
+        oversize=cfg.oversize,
+        strategy=cfg.packing_strategy,
+    )
+
+
+def masked_lm_head(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    labels: Tensor,
+    loss_fn: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Project, sum the token losses, and count the labels that are the most likely token.
+
+    Args:
+        hidden: [b, n, d].
+        weight: [v, d].
+        labels: [b, n]; -100 where nothing is to be predicted.
+        loss_fn: Gives the sum.
+
+    Returns:
+        The sum of the token losses in nats and the count, int64, both scalars.
+    """
+    loss = loss_fn(hidden, weight, labels)
+    with torch.no_grad():
+        counts = labels != IGNORE_INDEX  # some 15 %: their logits are few
+        predicted = (hidden[counts] @ weight.t()).argmax(-1)
+        return loss, (predicted == labels[counts]).sum()
+
+
+def count_tokens(batches: Sequence[dict[str, Tensor]], cp: int) -> tuple[int, float, int]:
+    """Count this rank's tokens of some batches that are cut already.
+
+    Args:
+        batches: Slices.
+        cp: How many ranks share them.
+
+    Returns:
+        Its labels, its part of the real tokens, and the tokens that it holds, padding included: they add
+        up over data- and context-parallel ranks.
+    """
+    real = sum(int(batch["cu_seqlens"][-1]) for batch in batches) / cp
+    return count_label_tokens(list(batches)), real, sum(b["tokens"].numel() for b in batches)
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``, infinite where that is more than a float holds."""
+    return math.exp(loss) if loss < 700 else math.inf
