@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from torchtune_cp.checkpointing.earlier_runs import noted_earlier, step_of
 from torchtune_cp.checkpointing.folder import CONFIG_NAME
 from torchtune_cp.checkpointing.manifest import MANIFEST_NAME, Manifest
 from torchtune_cp.checkpointing.training_state_store import list_checkpoints, verify_checkpoint
+from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
 
 #: The folder of a run's checkpoints inside its ``output_dir``.
 CHECKPOINTS_NAME = "checkpoints"
-#: Set by torchrun: how often it has started the processes again after a failure.
-RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 _LOG = logging.getLogger(__name__)
 _FORMS = (
@@ -52,11 +50,6 @@ class _Candidates:
 
     paths: tuple[Path, ...]
     weights: bool = False
-
-
-def restart_count() -> int:
-    """How often torchrun has started this run's processes again; 0 without it."""
-    return int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
 
 def find_resume_point(

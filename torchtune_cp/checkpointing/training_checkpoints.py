@@ -25,7 +25,6 @@ from torchtune_cp.checkpointing.resume_point import (
     ResumePoint,
     find_resume_point,
     not_continued,
-    restart_count,
 )
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import (
@@ -36,6 +35,7 @@ from torchtune_cp.checkpointing.training_state_store import (
     remove_leftovers,
     write_checkpoint,
 )
+from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
 
 _LOG = logging.getLogger(__name__)

@@ -188,12 +188,15 @@ def _use_a_free_port(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator[None]:
     """Set what the workers inherit, for the time of the run."""
-    from torch.distributed.run import determine_local_world_size
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     wanted = {LAUNCHED_VARIABLE: str(os.getpid()), RUN_FOLDER_VARIABLE: str(folder.path)}
     processes = determine_local_world_size(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
+    if parse_min_max_nnodes(args.nnodes)[1] > 1:
+        # Else a restart meets in the store of the start before, where old addresses lie (torch 2.13).
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if allow.user_prefixes():
         # They may lie in the current folder: as in the launcher, see cli.main.
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torchtune_cp.distributed.context_parallel.torch_private import set_default_group_timeout
 from torchtune_cp.errors import UserError
 
+#: Set by torchrun: how often it has started the processes again after a failure.
+RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+
 #: How long the ranks wait for each other's start: imports from a busy file system take minutes.
 _START = timedelta(minutes=15)
 
@@ -65,9 +68,19 @@ def init_distributed(device: str, collective_timeout_s: float | None = None) -> 
 def _meet() -> tuple[dist.Store, int, int]:
     """Wait until every rank has started, however short the time-out of collectives is."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_START))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torch's agent keeps one store for all starts (2.13): ranks would meet at addresses that the
+        # killed ones have left there. Agents of several nodes count restarts each for itself; for
+        # them the launcher has a new store made.
+        store = dist.PrefixStore(f"start_{restart_count()}", store)
     store.set(f"started/{rank}", "")
     store.wait([f"started/{other}" for other in range(world_size)], _START)
     return store, rank, world_size
+
+
+def restart_count() -> int:
+    """How often torchrun has started this run's processes again; 0 without it."""
+    return int(os.environ.get(RESTARTS_VARIABLE, "0"))
 
 
 def is_rank_zero() -> bool:

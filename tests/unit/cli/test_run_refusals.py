@@ -128,7 +128,7 @@ def test_an_incomplete_download_is_named_before_anything_starts(
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Collect the options that would be launched."""
     seen: list[object] = []
-    monkeypatch.setattr(run, "launch", seen.append)
+    monkeypatch.setattr(run, "launch", lambda args, settings: seen.append(args))
     return seen
 
 
