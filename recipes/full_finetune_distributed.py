@@ -16,12 +16,10 @@ import torch.distributed as dist
 
 from torchtune_cp import config
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed import Meshes, context_parallel
-from torchtune_cp.distributed.fsdp import set_gradient_sync
+from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
-from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.seed import set_seed, shared_seed
 from torchtune_cp.training.setup import (
     build_loader,
@@ -34,13 +32,13 @@ from torchtune_cp.training.setup import (
     setup_logging,
 )
 from torchtune_cp.training.step import (
-    clip_gradients,
     count_label_tokens,
     max_over,
     micro_batches,
     sum_over,
     to_device,
 )
+from torchtune_cp.training.train_step import TrainStep
 
 
 @config.parse(schema=FullFinetuneConfig)
@@ -89,18 +87,10 @@ def main(cfg: FullFinetuneConfig) -> None:
     report = build_report(cfg, total_steps, dims.world_size)
     timer = StepTimer(device)
 
-    # --- the line where a sequence is cut: training and validation go through the same door ---
-    cut = partial(
-        context_parallel,
-        meshes.cp,
-        rotate_method=cfg.context_parallel_rotate_method,
-        pad_to_multiple_of=dims.min_seq_len_divisor,
+    # --- the step; validation cuts its sequences through the same door as training ------------
+    train = TrainStep(
+        cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
-
-    def slice_loss(local: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the token losses of this rank's slice; its logits exist a chunk at a time."""
-        head = partial(loss_fn, labels=local["labels"])
-        return model(local["tokens"], local.get("input_pos"), output_fn=head)
 
     def validate(step: int) -> None:
         """Mean token loss over the whole validation set: every sample once, whatever the mesh."""
@@ -111,8 +101,8 @@ def main(cfg: FullFinetuneConfig) -> None:
         with torch.no_grad():
             for batch in val_loader:
                 tokens += count_label_tokens([batch])
-                with cut(to_device(batch, device)) as local:
-                    loss_sum += slice_loss(local)
+                with train.cut(to_device(batch, device)) as local:
+                    loss_sum += train.slice_loss(local)
         model.train()
         (all_tokens,) = sum_over(meshes.dp, tokens, device=device)
         (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
@@ -128,39 +118,25 @@ def main(cfg: FullFinetuneConfig) -> None:
             steps = micro_batches(loader, cfg.gradient_accumulation_steps)
             for batches in islice(steps, steps_per_epoch):
                 timer.start()
-                # Counted before the cut, over everything that this optimizer step adds up.
-                (tokens,) = sum_over(meshes.dp, count_label_tokens(batches), device=device)
-                # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
-                scale = meshes.loss.size() / max(tokens, 1)
-                loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-                for i, batch in enumerate(batches):
-                    set_gradient_sync(model, i == len(batches) - 1)
-                    with cut(to_device(batch, device)) as local:
-                        loss = slice_loss(local)
-                        (loss * scale).backward()
-                    loss_sum += loss.detach()
-                grad_norm = gradient_norm()
-                if cfg.clip_grad_norm is not None:
-                    clip_gradients(model, cfg.clip_grad_norm, grad_norm)
+                grads = train.backward(batches)
                 lr = optimizer.param_groups[0]["lr"]
-                optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
-                optimizer.zero_grad(set_to_none=True)
-                if cfg.enable_fp8_training:
-                    precompute_float8_scales(model)
+                train.update(grads.norm)
+                train.finish()
                 if scheduler is not None:
                     scheduler.step()
                 step += 1
 
+                loss_sum = torch.stack(grads.losses).sum(dtype=torch.float64)
                 (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
                 seconds = timer.stop()
                 report.step(
                     step=step,
                     epoch=epoch,
-                    loss=all_loss / max(tokens, 1),
-                    grad_norm=grad_norm.item(),
+                    loss=all_loss / max(grads.tokens, 1),
+                    grad_norm=grads.norm.item(),
                     lr=lr,
-                    tokens=int(tokens),
+                    tokens=int(grads.tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
                     memory=memory_stats(device),

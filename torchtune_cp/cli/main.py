@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from torchtune_cp import __version__
-from torchtune_cp.cli import cat, cp, download, ls, run, validate
+from torchtune_cp.cli import cat, cp, download, ls, plan, run, validate
 from torchtune_cp.cli.parser import OneLineParser
 from torchtune_cp.config import allow
 from torchtune_cp.config.entry_point import (
@@ -38,7 +38,7 @@ def _parser() -> OneLineParser:
         help="DEBUG shows the traceback of an error",
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (download, ls, cp, cat, run, validate):
+    for command in (download, ls, cp, cat, run, validate, plan):
         command.add_parser(subparsers)
     return parser
 

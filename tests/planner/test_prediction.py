@@ -1,0 +1,103 @@
+"""What a plan says against what really run steps take, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.distributed.harness import run_ranks
+from tests.planner.measured import measured_steps
+from torchtune_cp.config import to_typed
+from torchtune_cp.planner.plan import planned_ranks
+from torchtune_cp.planner.processes import run_apart
+from torchtune_cp.planner.simulate import rank_profile
+
+SEQ_LEN = 1024
+TOLERANCE = 0.05
+
+
+def small_config(**overrides):
+    base = {
+        "output_dir": "/nowhere",
+        "device": "cpu",
+        "dtype": "bf16",
+        "model": {
+            "_component_": "torchtune_cp.models.llama3.llama3",
+            "vocab_size": 512,
+            "num_layers": 4,
+            "num_heads": 8,
+            "num_kv_heads": 2,
+            "embed_dim": 128,
+            "intermediate_dim": 384,
+            "max_seq_len": SEQ_LEN,
+        },
+        "checkpointer": {"_component_": "torchtune_cp.checkpointing.FullModelHFCheckpointer"},
+        "tokenizer": {"_component_": "torchtune_cp.data.byte_tokenizer"},
+        "dataset": {"_component_": "torchtune_cp.datasets.text_folder_dataset", "path": None},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3, "fused": True},
+    }
+    return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
+
+
+FULL = {"enable_activation_checkpointing": True}
+BY_OP = {"ac_mode": "selective", "ac_option": "op"}
+OFFLOAD = {"enable_activation_offloading": True}
+
+TWO = {
+    "cp1": {"context_parallel_dim": 1},
+    "cp2": {"context_parallel_dim": 2},
+    "cp2_full": {"context_parallel_dim": 2} | FULL,
+    "cp2_full_offload": {"context_parallel_dim": 2} | FULL | OFFLOAD,
+    "cp2_offload_alltoall": {
+        "context_parallel_dim": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }
+    | OFFLOAD,
+    "cp2_op_accumulate": {"context_parallel_dim": 2, "gradient_accumulation_steps": 2} | BY_OP,
+    "cp2_in_backward_fp32": {"context_parallel_dim": 2, "optimizer_in_bwd": True, "dtype": "fp32"},
+}
+FOUR = {
+    "cp4_full": {"context_parallel_dim": 4} | FULL,
+    "dp2_cp2": {"context_parallel_dim": 2},
+    "dp2_cp2_full_offload": {"context_parallel_dim": 2, "batch_size": 2} | FULL | OFFLOAD,
+    "hsdp_cp2_clip": {
+        "context_parallel_dim": 2,
+        "data_parallel_replicate_dim": 2,
+        "clip_grad_norm": 1.0,
+    },
+    "tp2_cp2": {"context_parallel_dim": 2, "tensor_parallel_dim": 2},
+}
+
+
+def compare(world, cases):
+    """Rows of (case, rank, predicted peak, measured peak, predicted sent, measured sent)."""
+    trees = {name: small_config(**overrides) for name, overrides in cases.items()}
+    measured = run_ranks(world, measured_steps, list(trees.values()), SEQ_LEN)
+    rows, tasks = [], []
+    for i, (name, tree) in enumerate(trees.items()):
+        cfg = to_typed(tree, world_size=world)
+        degrees = {"cp": cfg.context_parallel_dim, "tp": cfg.tensor_parallel_dim}
+        for rank in planned_ranks(degrees):
+            tasks.append(
+                {"cfg": cfg, "rank": rank, "world_size": world, "seq_len": SEQ_LEN, "gpu": False}
+            )
+            rows.append((name, rank, measured[rank][i]))
+    predicted = run_apart(rank_profile, tasks)
+    return [(*row, profile) for row, profile in zip(rows, predicted, strict=True)]
+
+
+def sent_by_kind(profile):
+    total = {}
+    for transfer, (sent, _) in profile.transfers.items():
+        total[transfer.kind] = total.get(transfer.kind, 0) + sent
+    return total
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_peak_and_bytes_sent_are_those_of_a_real_step(world, cases):
+    for name, rank, measured, profile in compare(world, cases):
+        host_now = 0  # bytes on the host count as elsewhere in the measurement
+        peak = max(moment.total for moment in profile.moments) - host_now
+        print(name, rank, peak, measured["peak"], profile.peak.place.describe())
+        print(sent_by_kind(profile), measured["sent"])

@@ -1,0 +1,131 @@
+"""Makes a step on CPU tensors without memory allocate what it would on a GPU.
+
+Without a GPU there are no fake tensors on one (autograd wants its driver), so the step runs on fake CPU
+tensors, and the few operators that are other ones on a GPU are replaced by those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtune_cp.models.norm import RMSNorm
+from torchtune_cp.planner.arithmetic import arguments
+
+aten = torch.ops.aten
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's function of this name becomes on a GPU, by precision.
+
+    Flash attention takes 16-bit numbers only. In float32 the memory-efficient kernel stands in, which
+    does not know grouped queries; with them torch falls back to whole matrices of scores.
+    """
+    if query.dtype in _LOW_PRECISION and attn_mask is None:
+        out: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+    if query.size(1) == key.size(1):
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+    out = aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )[0]
+    return out
+
+
+def _fused_norm(self: RMSNorm, x: Tensor, scale: Tensor) -> Tensor:
+    normed: Tensor = aten._fused_rms_norm(x, [self.dim], scale, self.eps)[0]
+    return normed
+
+
+@contextlib.contextmanager
+def gpu_operators() -> Generator[None, None, None]:
+    """Replace attention and RMS norm by what runs on a GPU."""
+    attention, normalise = F.scaled_dot_product_attention, RMSNorm.normalise
+    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+    RMSNorm.normalise = _fused_norm  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = attention
+        RMSNorm.normalise = normalise  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def attention_inside(
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Generator[None, None, None]:
+    """Enclose every call of ``F.scaled_dot_product_attention``.
+
+    Args:
+        around: Gives a fresh context for each call.
+    """
+    original = F.scaled_dot_product_attention
+
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    # torch's context_parallel finds what it replaces by this name.
+    enclosed.__name__ = "scaled_dot_product_attention"
+    F.scaled_dot_product_attention = enclosed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def flash_attention_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes that the flash attention kernels take from torch's allocator while they run.
+
+    As in ``mha_bwd`` of FlashAttention-2, which torch ships: the gradient of the queries is added up in
+    float32; with grouped queries the gradients of keys and values first exist for every query head. Both
+    are an estimate until measured on a GPU.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+
+    Returns:
+        0 for all operators but the backward of flash attention.
+    """
+    if func._overloadpacket is not aten._scaled_dot_product_flash_attention_backward:
+        return 0
+    given = arguments(func, args, kwargs)
+    query, key = given["query"], given["key"]
+    batch, heads, length, dim = query.shape
+    rounded = -(-length // 128) * 128
+    accumulated = batch * heads * rounded * (-(-dim // 32) * 32) * 4
+    row_sums = batch * heads * rounded * 4
+    expanded = 0
+    if key.size(1) != heads:
+        expanded = 2 * batch * heads * key.size(2) * dim * key.itemsize
+    return int(accumulated + row_sums + expanded)

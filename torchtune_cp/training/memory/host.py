@@ -1,0 +1,23 @@
+"""The one place where training takes host memory for what belongs to the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+#: Tensors that own plain memory, whose bytes can be copied. The planner adds tensors without memory.
+PLAIN_TENSORS: set[type] = {Tensor, nn.Parameter}
+
+
+def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:
+    """Allocate host memory that can be copied to and from a device while it computes.
+
+    Args:
+        num_bytes: How much.
+        device: The device at the other end; for a GPU the memory is pinned. Pinned memory comes from
+            torch's cache of it, so that only the first step pays for the pinning.
+
+    Returns:
+        uint8, [num_bytes].
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
