@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,7 @@ class Watch(TorchDispatchMode):
         self._alive: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.elsewhere = lambda: 0
         self.peak = 0
+        self.most_elsewhere = 0
         self.sent: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,9 +39,13 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, AsyncCollectiveTensor):
+                tensor = tensor.elem  # the wrapper's own storage has a size but no memory
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 self._alive[tensor.untyped_storage()] = None
-        self.peak = max(self.peak, self.live() - self.elsewhere())
+        elsewhere = self.elsewhere()
+        self.peak = max(self.peak, self.live() - elsewhere)
+        self.most_elsewhere = max(self.most_elsewhere, elsewhere)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._overloadpacket.__name__, args)
         return out
@@ -130,7 +136,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
                 "peak": watch.peak,
                 "before": before,
                 "sent": dict(watch.sent),
-                "moved": sum(o.moved_bytes for o in offloads) // 2,
+                "host": watch.most_elsewhere,
             }
     finally:
         setup.apply_activation_offloading = apply

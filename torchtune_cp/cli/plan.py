@@ -125,12 +125,12 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int | None]:
         per_node = size // args.nnodes if args.nnodes > 1 else None
     if not 1 <= size <= MOST_RANKS:
         raise ConfigError(f"--world-size: must be 1 to {MOST_RANKS}, got {size}")
-    if per_node is not None and (per_node < 1 or per_node * args.nnodes != size):
-        if args.nnodes > 1 or args.world_size is None or size % per_node:
-            raise ConfigError(
-                f"--world-size {size} is not --nnodes {args.nnodes} times"
-                f" --nproc-per-node {per_node}"
-            )
+    whole_nodes = per_node is None or (per_node >= 1 and per_node * args.nnodes == size)
+    one_kind = args.nnodes == 1 and per_node is not None and per_node >= 1 and size % per_node == 0
+    if not whole_nodes and not one_kind:
+        raise ConfigError(
+            f"--world-size {size} is not --nnodes {args.nnodes} times --nproc-per-node {per_node}"
+        )
     return size, per_node
 
 

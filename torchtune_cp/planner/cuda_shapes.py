@@ -38,25 +38,25 @@ def scaled_dot_product_attention(
     does not know grouped queries; with them torch falls back to whole matrices of scores.
     """
     if query.dtype in _LOW_PRECISION and attn_mask is None:
-        out: Tensor = aten._scaled_dot_product_flash_attention(
+        results = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return out
-    if query.size(1) == key.size(1):
-        out = aten._scaled_dot_product_efficient_attention(
+        )
+    elif query.size(1) == key.size(1):
+        results = aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-        )[0]
-        return out
-    out = aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )[0]
+        )
+    else:
+        results = aten._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    out: Tensor = results[0]
     return out
 
 
@@ -69,7 +69,7 @@ def _fused_norm(self: RMSNorm, x: Tensor, scale: Tensor) -> Tensor:
 def gpu_operators() -> Generator[None, None, None]:
     """Replace attention and RMS norm by what runs on a GPU."""
     attention, normalise = F.scaled_dot_product_attention, RMSNorm.normalise
-    F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = scaled_dot_product_attention
     RMSNorm.normalise = _fused_norm  # type: ignore[method-assign]
     try:
         yield
@@ -95,7 +95,7 @@ def attention_inside(
 
     # torch's context_parallel finds what it replaces by this name.
     enclosed.__name__ = "scaled_dot_product_attention"
-    F.scaled_dot_product_attention = enclosed  # type: ignore[assignment]
+    F.scaled_dot_product_attention = enclosed
     try:
         yield
     finally:

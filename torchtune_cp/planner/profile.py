@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,15 +96,15 @@ def _visits(trace: Trace) -> Iterator[tuple[str, int, np.ndarray]]:
     """Runs of operators of the same phase in the same layer."""
     keys = np.array([hash((p.phase, p.layer)) for p in trace.places])[trace.place]
     starts = [0, *(np.flatnonzero(np.diff(keys)) + 1), len(keys)]
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in pairwise(starts):
         place = trace.places[trace.place[first]]
         yield place.phase, place.layer, np.arange(first, end)
 
 
 def _most(places: list[Place], device: np.ndarray, host: np.ndarray) -> Moment:
     at = int(device.sum(axis=1).argmax())
-    values = {name: int(round(v)) for name, v in zip(CATEGORIES, device[at], strict=True)}
-    return Moment(places[at], values, int(round(host[at])))
+    values = {name: round(float(v)) for name, v in zip(CATEGORIES, device[at], strict=True)}
+    return Moment(places[at], values, round(float(host[at])))
 
 
 def whole(trace: Trace) -> Profile:
@@ -218,7 +219,7 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
         flops=_grown(few.flops, more.flops, times),
         moved=more.moved + times * (more.moved - few.moved),
         copied=more.copied + times * (more.copied - few.copied),
-        host_peak=int(round(peak_host)),
+        host_peak=round(float(peak_host)),
         staging=more.staging,
     )
 

@@ -30,6 +30,7 @@ from torchtune_cp.planner.torch_private import (
     FakeTensorMode,
     fake_process_group,
     real_meshes,
+    uncached,
     unseen_sharding_propagation,
     watching_fsdp,
 )
@@ -141,6 +142,7 @@ def simulate(
     world_size: int,
     seq_len: int,
     gpu: bool,
+    separate_host: bool | None = None,
     num_layers: int | None = None,
 ) -> Trace:
     """Run one optimizer step of the recipe as one rank sees it, without its memory and its peers.
@@ -153,23 +155,27 @@ def simulate(
         rank: The rank to play.
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
-        gpu: Whether operators and memories are those of a GPU.
+        gpu: Whether operators are those of a GPU.
+        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
         num_layers: Layers of the model to keep, None for all.
 
     Returns:
         The step's trace.
     """
     cfg = planned_config(cfg, num_layers)
-    offloads_shards = cfg.fsdp_cpu_offload and gpu
+    separate_host = gpu if separate_host is None else separate_host
+    offloads_shards = cfg.fsdp_cpu_offload and separate_host
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_process_group(rank, world_size))
         stack.enter_context(real_meshes())
         dims = parallel_dims(cfg)
         meshes = Meshes.build(dims, "cpu")
+        mode = FakeTensorMode()
         tracker = StepTracker(
             _mesh_names(meshes),
             flash_attention_workspace,
-            separate_host=gpu,
+            uncached=lambda: uncached(mode),
+            separate_host=separate_host,
         )
         if gpu:
             stack.enter_context(gpu_operators())
@@ -180,7 +186,7 @@ def simulate(
             watching_fsdp(tracker.doing, lambda gradient: tracker.name(gradient, "gradients"))
         )
         stack.enter_context(tracker.seeing_resizes())
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(mode)
         stack.enter_context(tracker)
 
         model = build_model(cfg, _NoWeights(), meshes, _CPU, seed=0)  # type: ignore[arg-type]
@@ -270,6 +276,7 @@ def rank_profile(
     world_size: int,
     seq_len: int,
     gpu: bool,
+    separate_host: bool | None = None,
     exact: bool = False,
 ) -> Profile:
     """The step of the whole model as one rank sees it.
@@ -279,10 +286,19 @@ def rank_profile(
         rank: The rank to play.
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
-        gpu: Whether operators and memories are those of a GPU.
+        gpu: Whether operators are those of a GPU.
+        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
         exact: Run all layers rather than extrapolate from a few.
     """
-    play = partial(simulate, cfg, rank=rank, world_size=world_size, seq_len=seq_len, gpu=gpu)
+    play = partial(
+        simulate,
+        cfg,
+        rank=rank,
+        world_size=world_size,
+        seq_len=seq_len,
+        gpu=gpu,
+        separate_host=separate_host,
+    )
     num_layers = number_of_layers(cfg)
     depths = layers_to_trace(num_layers, checkpointing_period(cfg))
     # A layer with a group of its own is not like the others.

@@ -14,17 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# 2.13.0: tensors with shapes, strides and dtypes but no memory.
+# 2.13.0, in this order: tensors with shapes but no memory; the two classes whose methods are wrapped
+# below; what sees every operator below autograd, and what switches all of that off for a while.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-
 from torch.distributed.device_mesh import DeviceMesh
-
-# 2.13.0: the two classes whose methods are wrapped below.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-# 2.13.0: sees every operator below autograd; used all over torch and its ecosystem.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,11 +72,18 @@ def unseen_sharding_propagation() -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
+def uncached(mode: FakeTensorMode) -> Generator[None, None, None]:
+    """Let a fake mode remember nothing of the operators inside (2.13.0)."""
+    with _replaced(mode, "cache_enabled", False):
+        yield
+
+
+@contextlib.contextmanager
 def real_meshes() -> Generator[None, None, None]:
     """Keep the tensors of ranks inside device meshes real, whatever mode is active (2.13.0)."""
     initialise, mesh = DeviceMesh.__init__, DeviceMesh.mesh
-    assert isinstance(mesh, property) and mesh.fget is not None
-    get_mesh = mesh.fget
+    assert isinstance(mesh, property)
+    get_mesh: Any = mesh.fget
 
     def real_init(self: Any, *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
@@ -100,14 +103,13 @@ def real_meshes() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def watching_fsdp(
-    around: Callable[[str, str], contextlib.AbstractContextManager[None]],
+    around: Callable[[str], contextlib.AbstractContextManager[None]],
     see_gradient: Callable[[torch.Tensor], None],
 ) -> Generator[None, None, None]:
     """Say when FSDP gathers parameters or reduces gradients (``FSDPParamGroup``, 2.13.0).
 
     Args:
-        around: Called with ``"gather"`` or ``"reduce"`` and the names of the modules whose parameters
-            they are; the context encloses what FSDP does.
+        around: Called with ``"gather"`` or ``"reduce"``; the context encloses what FSDP does.
         see_gradient: Called with each gradient of a gathered parameter before it is reduced.
     """
 
@@ -124,7 +126,7 @@ def watching_fsdp(
                     ):
                         if gradient is not None:
                             see_gradient(gradient)
-            with around(kind, self._module_fqn or ""):
+            with around(kind):
                 return original(self, *args, **kwargs)
 
         return _replaced(FSDPParamGroup, name, method)

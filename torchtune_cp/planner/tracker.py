@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from torchtune_cp.planner.torch_private import (
 from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer
 
 _INDEX = {name: i for i, name in enumerate(CATEGORIES)}
-_SCALAR = torch.ops.aten._local_scalar_dense.default
+aten = torch.ops.aten
+_SCALAR = aten._local_scalar_dense.default
+_SET_STORAGE = aten.set_.source_Storage
 
 #: Extra bytes that an operator takes from the allocator while it runs, beyond its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -64,6 +67,7 @@ class StepTracker(TorchDispatchMode):
     Args:
         mesh_of: Name of the mesh dimension of a process group, given also the activity.
         workspace: See :data:`Workspace`.
+        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep alive.
         separate_host: Whether host memory is another memory than the device's.
     """
 
@@ -72,11 +76,13 @@ class StepTracker(TorchDispatchMode):
         mesh_of: Callable[[torch.distributed.ProcessGroup, str], str],
         workspace: Workspace = lambda *_: 0,
         *,
+        uncached: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         separate_host: bool = False,
     ) -> None:
         super().__init__()
         self._mesh_of = mesh_of
         self._workspace = workspace
+        self._uncached = uncached
         self._separate_host = separate_host
         self._storages: dict[int, _Storage] = {}
         self._all: list[_Storage] = []
@@ -89,10 +95,11 @@ class StepTracker(TorchDispatchMode):
         # Where we are.
         self.phase = "count"
         self._modules: list[tuple[int, str]] = []
-        self._activities: list[tuple[str, int, str]] = []
+        self._activities: list[str] = []
+        self._layer = -1
+        self._activity_made_in = ""
         self._boundaries: list[int] = [0]
         self._made_in: list[tuple[int, str, str]] = [(-1, "", "")]
-        self._last_backward = (-1, "", "")
         self._host_depth = 0
         # Sums.
         self._transfers: dict[Transfer, list[float]] = {}
@@ -123,20 +130,18 @@ class StepTracker(TorchDispatchMode):
 
     def _mark(self) -> None:
         layer, path = self._modules[-1] if self._modules else (-1, "")
-        activity = self._activities[-1][0] if self._activities else ""
+        activity = self._activities[-1] if self._activities else ""
         self._boundaries.append(next_sequence_number())
         self._made_in.append((layer, path, activity))
 
     @contextlib.contextmanager
-    def doing(self, activity: str, modules: str = "") -> Generator[None, None, None]:
+    def doing(self, activity: str) -> Generator[None, None, None]:
         """Enclose an activity; see :class:`~torchtune_cp.planner.trace.Place`.
 
         Args:
             activity: Its name.
-            modules: The modules whose it is, by name, where no module's forward runs.
         """
-        layer, path = _layer_and_path(modules)
-        self._activities.append((activity, layer, path))
+        self._activities.append(activity)
         self._mark()
         try:
             yield
@@ -154,27 +159,35 @@ class StepTracker(TorchDispatchMode):
             self._host_depth -= 1
 
     def _place(self) -> Place:
-        activity, layer, path = self._activities[-1] if self._activities else ("", -1, "")
+        activity = self._activities[-1] if self._activities else ""
         node = backward_node()
         if node is None:
-            if activity == "gather":
-                return Place("forward", layer, path, activity)
-            if activity == "reduce":  # the last ones, when autograd is done
-                return Place("backward", layer, path, activity)
             layer, path = self._modules[-1] if self._modules else (-1, "")
+            if activity == "gather":
+                return Place("forward", *self._near(layer, path), activity)
+            if activity == "reduce":  # the last ones, when autograd is done
+                return Place("backward", -1, "", activity)
+            if self.phase == "forward":
+                layer, path = self._near(layer, path)
             return Place(self.phase, layer, path, activity)
         self.phase = "norm"  # what comes when no node is left
         if activity in ("gather", "reduce"):
-            return Place("backward", layer, path, activity)
+            return Place("backward", *self._near(-1, ""), activity)
         if self._modules:
-            layer, path = self._modules[-1]
-            return Place("backward", layer, path, activity, True)
+            return Place("backward", *self._near(*self._modules[-1]), activity, True)
         name, number = node
         if not name.endswith("AccumulateGrad"):
             at = bisect_right(self._boundaries, number) - 1
-            self._last_backward = self._made_in[at]
-        layer, path, activity = self._last_backward
-        return Place("backward", layer, path, activity)
+            layer, path, self._activity_made_in = self._made_in[at]
+            return Place("backward", *self._near(layer, path), self._activity_made_in)
+        return Place("backward", *self._near(-1, ""), self._activity_made_in)
+
+    def _near(self, layer: int, path: str) -> tuple[int, str]:
+        """What runs between modules (FSDP's hooks, checkpointing) belongs to the layer before."""
+        if layer == -1 and not path:
+            return self._layer, ""
+        self._layer = layer
+        return layer, path
 
     # --- what -------------------------------------------------------------------------------------
 
@@ -185,7 +198,13 @@ class StepTracker(TorchDispatchMode):
         if func is _SCALAR:
             # Nobody knows the values of fake tensors. Counts and norms are 1, masks are true.
             return _some_value(args[0].dtype)
-        out = func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func is _SET_STORAGE:
+            with self._uncached():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         place = self._place() if self._recording else _BEFORE
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
@@ -214,7 +233,7 @@ class StepTracker(TorchDispatchMode):
             extra = self._workspace(func, args, kwargs)
             if extra:
                 self._extra[self._op] = extra
-        elif not func.is_view and func.namespace != "profiler":
+        elif not func.is_view:
             self._moved += _touched(args) + _touched(out)
 
     def _see(self, storage: torch.UntypedStorage, place: Place) -> None:
@@ -233,7 +252,7 @@ class StepTracker(TorchDispatchMode):
         known = _Storage(storage.nbytes(), self._op, place, category, self._host_depth > 0)
         self._storages[key] = known
         self._all.append(known)
-        known.ref = weakref.ref(storage, lambda _, key=key: self._freed(key))
+        known.ref = weakref.ref(storage, partial(self._freed, key))
         self._happened(known, known.size)
 
     def _happened(self, storage: _Storage, delta: int) -> None:
@@ -247,7 +266,7 @@ class StepTracker(TorchDispatchMode):
             delta, storage.size = size - storage.size, size
             self._happened(storage, delta)
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _: Any) -> None:
         storage = self._storages.pop(key)
         storage.dead = self._op
         self._happened(storage, -storage.size)
@@ -264,11 +283,12 @@ class StepTracker(TorchDispatchMode):
                 self._resized(known, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        storage_type: Any = torch.UntypedStorage
+        storage_type.resize_ = resize_
         try:
             yield
         finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+            storage_type.resize_ = original
 
     def name(self, tensor: torch.Tensor, category: str, *, on_host: bool = False) -> None:
         """Say what a tensor's storage is.
