@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from torchtune_cp.errors import UserError
 from torchtune_cp.models.norm import RMSNorm
 from torchtune_cp.planner.arithmetic import arguments
 
@@ -44,6 +46,11 @@ def scaled_dot_product_attention(
     elif query.size(1) == key.size(1):
         results = aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        )
+    elif isinstance(query, DTensor):
+        raise UserError(
+            "grouped-query attention in float32 under context parallelism on a GPU: torch has no fused"
+            " kernel for it to put into the ring; set dtype=bf16"
         )
     else:
         results = aten._scaled_dot_product_attention_math(

@@ -31,7 +31,11 @@ def _child(connection: Connection, function: Callable[..., Any], kwargs: dict[st
 
 
 def run_apart(
-    function: Callable[..., Any], tasks: Sequence[dict[str, Any]], at_once: int | None = None
+    function: Callable[..., Any],
+    tasks: Sequence[dict[str, Any]],
+    at_once: int | None = None,
+    *,
+    keep_refusals: bool = False,
 ) -> list[Any]:
     """Call a function once for each task, each in a fresh process.
 
@@ -42,6 +46,7 @@ def run_apart(
         function: A module-level function.
         tasks: Its keyword arguments, one dict a call.
         at_once: Processes side by side; None for as many as there are cores.
+        keep_refusals: Return a call's UserError as its result rather than raise it.
 
     Returns:
         What each call returned.
@@ -68,6 +73,8 @@ def run_apart(
             for connection in wait(list(running)):
                 index, process = running.pop(connection)
                 results[index] = _received(connection, process)
+                if isinstance(results[index], UserError) and not keep_refusals:
+                    raise results[index]
     finally:
         for _, process in running.values():
             process.terminate()
@@ -84,8 +91,6 @@ def _received(connection: Any, process: Any) -> Any:
             " (-9: often the system ran out of memory)"
         ) from None
     process.join()
-    if kind == "user":
-        raise value
     if kind == "error":
         raise RuntimeError(value)
     return value

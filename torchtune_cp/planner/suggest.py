@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.errors import UserError
 from torchtune_cp.planner.plan import Plan, World, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
 
@@ -116,11 +117,14 @@ def suggest(
                 {"cp": candidate.context_parallel_dim, "tp": candidate.tensor_parallel_dim}
             )[-1]
             tasks += tasks_of(candidate, world, seq_len, ranks=[degrees_rank])
-        profiles = run_apart(rank_profile, tasks)
+        profiles = run_apart(rank_profile, tasks, keep_refusals=True)
         open_points = []
         for (mesh, lever, step, overrides, candidate), task, profile in zip(
             wave, tasks, profiles, strict=True
         ):
+            if isinstance(profile, UserError):
+                say(f"{described(overrides)}: {profile}")
+                continue
             plan = plan_of(candidate, world, seq_len, {task["rank"]: profile})
             say(f"{described(overrides)}: {'fits' if plan.fits else 'does not fit'}")
             if plan.fits:
