@@ -171,21 +171,15 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 # --- our own step, as the recipe makes it --------------------------------------------------------
 
 
-def build_ours(
+def our_training(
     seq_len: int, cp: int, compiled: bool = False, checkpointing: bool = False
-) -> Callable[[str], Any]:
-    """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
-
-    The returned function takes ``"step"`` (returns this process's peak resident bytes) or
-    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
-    """
+) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
+    """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward."""
     from functools import partial
 
-    from benchmarks.live_storage import LiveStorage
     from torchtune_cp.checkpointing.sources import RandomSource
     from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
     from torchtune_cp.distributed.fsdp import materialize, shard_model
-    from torchtune_cp.metrics import peak_memory_bytes
     from torchtune_cp.models.init import init_tensor_
     from torchtune_cp.models.llama3 import llama3
     from torchtune_cp.training import LinearCrossEntropyLoss
@@ -214,6 +208,22 @@ def build_ours(
             head = partial(loss_fn, labels=local["labels"])
             loss = model(local["tokens"], local["input_pos"], output_fn=head)
             (loss * (cp / (seq_len - 1))).backward()
+
+    return model, optimizer, forward_backward
+
+
+def build_ours(
+    seq_len: int, cp: int, compiled: bool = False, checkpointing: bool = False
+) -> Callable[[str], Any]:
+    """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
+
+    The returned function takes ``"step"`` (returns this process's peak resident bytes) or
+    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
+    """
+    from benchmarks.live_storage import LiveStorage
+    from torchtune_cp.metrics import peak_memory_bytes
+
+    _, optimizer, forward_backward = our_training(seq_len, cp, compiled, checkpointing)
 
     def step(command: str) -> Any:
         result = None

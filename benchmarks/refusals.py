@@ -20,6 +20,7 @@ from torchtune_cp.config.combinations import (
 EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"dataset": {"packed": True}},
     {"run_val_every_n_steps": 5, "dataset_val": None},
+    {"keep_best": True, "run_val_every_n_steps": None},
     {"loss": {"ignore_index": -1}},
     {"enable_activation_checkpointing": True, "ac_mode": "selective", "ac_option": 2},
     {"ac_mode": "selective", "ac_option": None},
@@ -32,6 +33,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
+    {"optimizer_in_bwd": True, "on_nonfinite": "skip"},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
     {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {

@@ -8,18 +8,29 @@ The run, top to bottom: config -> mesh -> model -> data -> step -> metrics -> ch
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from torchtune_cp import config
+from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
+from torchtune_cp.errors import RunStopped
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
+from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
+from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.resume import (
+    open_checkpoints,
+    restore,
+    run_record,
+    saved_seed,
+    skipped_steps,
+)
 from torchtune_cp.training.seed import set_seed, shared_seed
 from torchtune_cp.training.setup import (
     build_loader,
@@ -34,10 +45,10 @@ from torchtune_cp.training.setup import (
 from torchtune_cp.training.step import (
     count_label_tokens,
     max_over,
-    micro_batches,
     sum_over,
     to_device,
 )
+from torchtune_cp.training.stop import StopRequest
 from torchtune_cp.training.train_step import TrainStep
 
 
@@ -45,11 +56,12 @@ from torchtune_cp.training.train_step import TrainStep
 def main(cfg: FullFinetuneConfig) -> None:
     """Train, validate, save: see the module's docstring."""
     # --- mesh: every rank learns its place ----------------------------------------------------
-    device = init_distributed(cfg.device)
+    device = init_distributed(cfg.device, cfg.collective_timeout_s)
     log = setup_logging(cfg.log_level)
     dims = parallel_dims(cfg)
     meshes = Meshes.build(dims, device.type)
-    seed = shared_seed(cfg.seed)
+    checkpoints, found = open_checkpoints(cfg)  # found: what to continue from, if anything
+    seed = shared_seed(saved_seed(found) if cfg.seed is None else cfg.seed)
     set_seed(seed)
     output_dir = Path(cfg.output_dir).expanduser()
     if is_rank_zero():
@@ -58,7 +70,7 @@ def main(cfg: FullFinetuneConfig) -> None:
 
     # --- model: built without memory, sharded over dp_shard x cp, each rank reads its shards --
     checkpointer = config.instantiate(cfg.checkpointer)
-    model = build_model(cfg, checkpointer, meshes, device, seed)
+    model = build_model(cfg, checkpointer, meshes, device, seed, found)
     loss_fn = config.instantiate(cfg.loss)
 
     # --- data: whole sequences; context-parallel peers read the same ones ---------------------
@@ -73,18 +85,19 @@ def main(cfg: FullFinetuneConfig) -> None:
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)
-    steps_per_epoch = -(-len(loader) // cfg.gradient_accumulation_steps)
-    if cfg.max_steps_per_epoch is not None:
-        steps_per_epoch = min(steps_per_epoch, cfg.max_steps_per_epoch)
-    total_steps = cfg.epochs * steps_per_epoch
-    optimizer, scheduler, gradient_norm = build_optimizer(cfg, model, total_steps)
+    at = RunPosition.start(cfg, loader, found)  # counts the steps; the loader follows it
+    optimizer, scheduler, gradient_norm = build_optimizer(cfg, model, at.total_steps)
     log.info(
         "%d parameters on %s, %d steps",
         sum(p.numel() for p in model.parameters()),
         dims.describe(),
-        total_steps,
+        at.total_steps,
     )
-    report = build_report(cfg, total_steps, dims.world_size)
+    state, run = TrainingState(model, optimizer, scheduler), run_record(cfg, dims, seed)
+    restore(found, checkpoints, state, at, run)
+    report = build_report(cfg, at.total_steps, dims.world_size, resume_step=at.resumed_at)
+    nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes, before_raising=checkpoints.wait)
+    nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)
 
     # --- the step; validation cuts its sequences through the same door as training ------------
@@ -92,64 +105,88 @@ def main(cfg: FullFinetuneConfig) -> None:
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
-    def validate(step: int) -> None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh."""
+    def validate(step: int) -> float | None:
+        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+
+        None without a validation set, and when a signal cut it short: a resumed run then repeats it.
+        """
         if val_loader is None:
-            return
+            return None
         model.eval()
         loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
         with torch.no_grad():
             for batch in val_loader:
+                if stop.agreed():
+                    model.train()
+                    return None
                 tokens += count_label_tokens([batch])
                 with train.cut(to_device(batch, device)) as local:
                     loss_sum += train.slice_loss(local)
         model.train()
         (all_tokens,) = sum_over(meshes.dp, tokens, device=device)
         (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
-        report.validation(step=step, loss=all_loss / max(all_tokens, 1), tokens=int(all_tokens))
+        val_loss = all_loss / max(all_tokens, 1)
+        report.validation(step=step, loss=val_loss, tokens=int(all_tokens))
+        return val_loss
 
     # --- the loop -----------------------------------------------------------------------------
+    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
+
+    def leave(signal_name: str) -> NoReturn:
+        """End the run early, on all ranks together."""
+        checkpoints.close()
+        report.close()
+        raise RunStopped(signal_name, checkpoints.newest)
+
     model.train()
-    step = 0
-    validate(step)
+    if at.validation_due and not at.validated:
+        validate(at.step)
+    if asked := stop.agreed():
+        leave(asked)
     with build_profiler(cfg) as profiler:
-        for epoch in range(cfg.epochs):
-            loader.set_epoch(epoch)
-            steps = micro_batches(loader, cfg.gradient_accumulation_steps)
-            for batches in islice(steps, steps_per_epoch):
+        for epoch in range(at.epoch, cfg.epochs):
+            for batches in at.rest_of_epoch(epoch):
                 timer.start()
                 grads = train.backward(batches)
+                totals = step_totals(meshes, grads.losses, grads.norm, device)
                 lr = optimizer.param_groups[0]["lr"]
-                train.update(grads.norm)
+                if nonfinite.allows(totals, step=at.step + 1, losses=grads.losses, batches=batches):
+                    train.update(grads.norm)
                 train.finish()
                 if scheduler is not None:
                     scheduler.step()
-                step += 1
+                at.advance()
 
-                loss_sum = torch.stack(grads.losses).sum(dtype=torch.float64)
-                (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
                 seconds = timer.stop()
                 report.step(
-                    step=step,
+                    step=at.step,
                     epoch=epoch,
-                    loss=all_loss / max(grads.tokens, 1),
-                    grad_norm=grads.norm.item(),
+                    loss=totals.loss_sum / max(grads.tokens, 1),
+                    grad_norm=totals.grad_norm,
                     lr=lr,
                     tokens=int(grads.tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
                     memory=memory_stats(device),
+                    nonfinite_steps=None if totals.finite else nonfinite.count,
                 )
                 profiler.step()
-                due = cfg.run_val_every_n_steps and step % cfg.run_val_every_n_steps == 0
-                if due or step == total_steps:
-                    validate(step)
+                val_loss = validate(at.step) if at.validation_due else None
+                checkpoints.check()  # the error of a save in the background comes out here
+                asked = stop.agreed()
+                if at.save_due or asked:
+                    record = run | at.record() | {"nonfinite_steps": nonfinite.count}
+                    checkpoints.save(state, step=at.step, record=record, val_loss=val_loss)
+                if asked:
+                    leave(asked)
 
-    # --- checkpoint: a Hugging Face folder, written by all ranks, visible when complete -------
+    # --- the result: a Hugging Face folder, written by all ranks, visible when complete -------
     folder = checkpointer.save_final(model, tokenizer, folder=output_dir / "final")
+    checkpoints.close()
     report.close()
     log.info("the fine-tuned model lies in %s", folder)
+    stop.close()
     dist.destroy_process_group()
 
 

@@ -1,4 +1,10 @@
-"""The exceptions that mean "the user can mend this", so that the command line prints one line."""
+"""The exceptions that mean "the user can mend this" or "a signal ended the run": one line each."""
+
+import os
+import signal
+
+#: Exit code of a run that a signal stopped after a complete checkpoint (``EX_TEMPFAIL``: try again).
+EXIT_STOPPED = 75
 
 
 class UserError(ValueError):
@@ -16,3 +22,28 @@ class ConfigError(UserError):
         """Keep all problems; the message joins them, one a line."""
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class RunStopped(Exception):
+    """A run that a signal ended early and in order: no failure, and not finished either.
+
+    Attributes:
+        exit_code: What the process exits with.
+    """
+
+    def __init__(self, signal_name: str, checkpoint: str | os.PathLike[str] | None) -> None:
+        """Say what ended the run and what is left of it.
+
+        Args:
+            signal_name: For example ``"SIGTERM"``.
+            checkpoint: The complete checkpoint that the run left, None when it left none.
+        """
+        if checkpoint is None:
+            super().__init__(f"stopped by {signal_name}; there is no checkpoint of this run")
+            self.exit_code = 128 + signal.Signals[signal_name]
+        else:
+            super().__init__(
+                f"stopped by {signal_name}: {os.fspath(checkpoint)} is complete;"
+                " resume_from_checkpoint=true continues from it"
+            )
+            self.exit_code = EXIT_STOPPED

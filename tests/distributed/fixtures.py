@@ -146,6 +146,7 @@ def recipe_config(folder: Path | None, output_dir: Path, **overrides: Any) -> An
         "seed": 0,
         "shuffle": False,
         "epochs": 1,
+        "save_every_epoch": False,
         "model": {
             "_component_": "torchtune_cp.models.auto_model",
             "checkpoint_dir": str(folder),

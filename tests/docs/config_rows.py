@@ -28,7 +28,8 @@ def _type(key) -> str:
             also = "".join(f" or {other}" for other in rule.also)
             parts.append("integer" if rule.low is None else f"integer, at least {rule.low}{also}")
         elif kind is float:
-            parts.append(f"number above {rule.above:g}")
+            least = f"number, at least {rule.low}"
+            parts.append(least if rule.above is None else f"number above {rule.above:g}")
         elif kind is str:
             parts.append(
                 " ".join(f"`{c}`" for c in rule.choices)

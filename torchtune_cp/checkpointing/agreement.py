@@ -7,8 +7,11 @@ its connection closes.
 """
 
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
+
+Note = TypeVar("Note")
 
 _LONGEST_WAIT = timedelta(hours=12)
 
@@ -27,15 +30,19 @@ class Agreement:
             if self.world_size > 1:
                 self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
 
-    def gather(self, note: str | None) -> list[str | None]:
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group of all ranks; None with one process."""
+        return self._group
+
+    def gather(self, note: Note) -> list[Note]:
         """Wait for every rank and return every rank's note, in the order of ranks.
 
         Args:
             note: What this rank has to say (picklable).
         """
-        notes: list[str | None] = [note]
+        notes = [note] * self.world_size
         if self._group is not None:
-            notes = [None] * self.world_size
             dist.all_gather_object(notes, note, group=self._group)
         return notes
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torchtune_cp.errors import UserError
@@ -31,6 +31,9 @@ _DTYPE_BITS = {
 # The safetensors library refuses larger headers too; without a limit a damaged length field would
 # ask for terabytes.
 _MAX_HEADER_BYTES = 100_000_000
+# No file system takes longer names.
+_MAX_NAME = 255
+_MAX_WORD = 1000
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -65,19 +68,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         UserError: The file is truncated, too long, or no safetensors file.
     """
     again = "download it again"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            raise UserError(
-                f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its folder"
-            )
-        if len(start) < 8:
-            raise UserError(f"{path} is truncated: only {size} bytes long; {again}")
-        (length,) = struct.unpack("<Q", start)
-        if length > _MAX_HEADER_BYTES:
-            raise UserError(f"{path} is not a safetensors file (no header found); {again}")
-        text = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    if start == b"version ":
+        raise UserError(
+            f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its folder"
+        )
+    if len(start) < 8:
+        raise UserError(f"{path} is truncated: only {size} bytes long; {again}")
+    if length > _MAX_HEADER_BYTES:
+        raise UserError(f"{path} is not a safetensors file (no header found); {again}")
     if len(text) < length:
         raise UserError(
             f"{path} is truncated: its header should take {length} bytes and the file ends after "
@@ -90,14 +96,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         for name, item in header.items():
             if name == "__metadata__":
                 continue
-            first, last = (int(offset) for offset in item["data_offsets"])
-            shape = tuple(int(size) for size in item["shape"])
+            _require_word(name)
+            _require_word(item["dtype"])
+            first, last = (_count(offset) for offset in item["data_offsets"])
+            shape = tuple(_count(size) for size in item["shape"])
+            if last < first:
+                raise ValueError(f"{name!r}: ends at {last}, before it begins at {first}")
             bits = _DTYPE_BITS.get(item["dtype"])
             if bits is not None and prod(shape) * bits != (last - first) * 8:
-                raise ValueError(f"{name}: shape {shape} does not fill bytes {first} to {last}")
+                raise ValueError(f"{name!r}: shape {shape} does not fill bytes {first} to {last}")
             entries[name] = TensorEntry(item["dtype"], shape, last - first)
             end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}); {again}") from error
     whole = 8 + length + end
     if size < whole:
@@ -109,6 +119,18 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             f"{path} is {size} bytes long and its header accounts for only {whole}; {again}"
         )
     return entries
+
+
+def _require_word(name: object) -> None:
+    # Names stand in messages of one line, and no tensor is called so.
+    if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_WORD:
+        raise ValueError(f"{str(name)[:_MAX_NAME]!r} is not the name of anything")
+
+
+def _count(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
+        raise ValueError(f"{number!r} is not a size")
+    return number
 
 
 def _require_folder(checkpoint_dir: str | Path) -> Path:
@@ -124,8 +146,9 @@ def _require_folder(checkpoint_dir: str | Path) -> Path:
 
 def _inside(folder: Path, name: object, where: str) -> Path:
     """Join a name from outside to the folder; refuse one that leads out of it."""
-    if not isinstance(name, str) or not name:
-        raise UserError(f"{where} names {name!r}, which is not a file name")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > _MAX_NAME:
+        # Control characters and lone surrogates too: no file of a model is called so.
+        raise UserError(f"{where} names {str(name)[:_MAX_NAME]!r}, which is not a file name")
     if Path(name).suffix in _PICKLE_SUFFIXES:
         raise UserError(
             f"{where} names {name}: that is a pickle, which can run any code when it is opened, "
@@ -135,7 +158,8 @@ def _inside(folder: Path, name: object, where: str) -> Path:
     # Symbolic links are followed: Hugging Face's cache is made of them. The name alone must stay
     # inside.
     parts = PurePosixPath(name.replace("\\", "/"))
-    if parts.is_absolute() or Path(name).is_absolute() or ".." in parts.parts:
+    # Whatever system a folder was made for: C:x.safetensors leaves it on Windows.
+    if parts.is_absolute() or PureWindowsPath(name).anchor or ".." in parts.parts:
         raise UserError(f"{where} names {name}, which lies outside {folder}")
     if parts.suffix != ".safetensors":
         raise UserError(f"{where} names {name}: only *.safetensors files are read")
@@ -145,8 +169,10 @@ def _inside(folder: Path, name: object, where: str) -> Path:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
 
 
 def _listed_files(checkpoint_files: CheckpointFiles) -> list[Any]:
@@ -204,6 +230,11 @@ def weight_files(
         named = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(named, dict) or not named:
             raise UserError(f"{index} has no weight_map; download it again")
+        try:
+            for tensor in named:
+                _require_word(tensor)
+        except ValueError as error:
+            raise UserError(f"{index}: {error}; download it again") from error
         paths = {tensor: _inside(folder, file, str(index)) for tensor, file in named.items()}
         return sorted(set(paths.values())), paths
     single = folder / SINGLE_NAME

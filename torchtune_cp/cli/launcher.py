@@ -1,7 +1,8 @@
 """Start a program on every process of this node through torch's elastic agent, and end it well.
 
-The agent starts the processes, ends all of them when one fails or when a signal arrives, and
-collects what each recorded. Here its noise is kept down and the first cause is picked out.
+The agent starts the processes, ends (or restarts) all of them when one fails, and collects what each
+recorded. Here its noise is kept down, the first cause is picked out, and signals go to the ranks as a
+request to save and leave.
 """
 
 import argparse
@@ -9,11 +10,14 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torchtune_cp.cli.stop_relay import StopRelay
 from torchtune_cp.config import allow
 from torchtune_cp.config.entry_point import (
     EXIT_BAD_CONFIG,
@@ -22,7 +26,8 @@ from torchtune_cp.config.entry_point import (
     TRACEBACK_VARIABLE,
     wants_traceback,
 )
-from torchtune_cp.errors import ConfigError
+from torchtune_cp.config.run_folder import RUN_FOLDER_VARIABLE, STOP_SIGNALS, RunFolder
+from torchtune_cp.errors import EXIT_STOPPED, ConfigError
 
 _ELASTIC_LOGGERS = (
     "torch.distributed.elastic",
@@ -36,12 +41,16 @@ class RunFailed(Exception):
 
     Attributes:
         exit_code: What the command exits with.
+        may_restart: Whether another attempt may do better.
     """
 
-    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
-        """Keep the message and the exit code."""
+    def __init__(
+        self, message: str, exit_code: int = EXIT_FAILED, *, may_restart: bool = True
+    ) -> None:
+        """Keep the message, the exit code and whether to try again."""
         super().__init__(message)
         self.exit_code = exit_code
+        self.may_restart = may_restart
 
 
 def world_size_of(args: argparse.Namespace) -> int | None:
@@ -67,7 +76,22 @@ def world_size_of(args: argparse.Namespace) -> int | None:
     return fewest * local if fewest == most else None
 
 
-def launch(args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class RunSettings:
+    """What the launcher has to know of a run's config; the defaults are those of the config.
+
+    Attributes:
+        stop_grace_s: How long the ranks may take to save and leave after a signal.
+        collective_timeout_s: What a rank that waits longer than this names.
+        restart_point: Says from where a restart continues, as the end of a line for the user.
+    """
+
+    stop_grace_s: float = 300.0
+    collective_timeout_s: float = 600.0
+    restart_point: Callable[[], str] | None = None
+
+
+def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
     """Run ``args.training_script`` as torchrun would.
 
     One node without a rendezvous of its own gets a free port on the loopback interface, so that any
@@ -75,6 +99,7 @@ def launch(args: argparse.Namespace) -> None:
 
     Args:
         args: The options of torchrun's parser.
+        settings: Of the run's config.
 
     Raises:
         RunFailed: A process failed, or a signal ended the run.
@@ -83,23 +108,66 @@ def launch(args: argparse.Namespace) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run as torchrun
 
+    from torchtune_cp.cli.watchful_agent import AgentWatch, watched_agent
+
+    settings = settings or RunSettings()
     _use_a_free_port(args)
-    with _worker_environment(args), _quiet_agent():
-        try:
+    folder = RunFolder.create()
+    relay = StopRelay(
+        folder, settings.stop_grace_s, lambda number: SignalException(f"got {number}", number)
+    )
+    args.signals_to_handle = _left_to_the_agent(args.signals_to_handle)
+
+    def may_restart(failures: Mapping[int, Any], restart: int) -> bool:
+        cause = _first_cause(failures, settings)
+        if not cause.may_restart or folder.asked() is not None:
+            return False
+        point = settings.restart_point() if settings.restart_point else ""
+        print(f"restart {restart} of {args.max_restarts}: {cause}{point}", file=sys.stderr)
+        return True
+
+    @contextlib.contextmanager
+    def stopping() -> Iterator[None]:
+        folder.end()
+        yield
+        folder.forget_ranks()
+
+    try:
+        with (
+            _worker_environment(args, folder),
+            _quiet_agent(),
+            watched_agent(AgentWatch(relay.tick, may_restart, stopping)),
+            relay.listening(),
+        ):
             torchrun(args)
-        except ChildFailedError as failed:
-            raise _first_cause(failed.failures) from None
-        except SignalException as stopped:
-            raise RunFailed(
-                f"stopped by {signal.Signals(stopped.sigval).name}", 128 + stopped.sigval
-            ) from None
-        except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-            if wants_traceback():
-                raise
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise RunFailed(
-                f"the processes could not be started: {type(error).__name__}: {first_line}"
-            ) from None
+    except ChildFailedError as failed:
+        raise _first_cause(failed.failures, settings) from None
+    except SignalException as stopped:
+        number = relay.ended_by or stopped.sigval
+        late = (
+            f": the ranks had not left after stop_grace_s={settings.stop_grace_s:g} seconds"
+            if relay.overdue
+            else ""
+        )
+        raise RunFailed(f"stopped by {signal.Signals(number).name}{late}", 128 + number) from None
+    except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+        if wants_traceback():
+            raise
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise RunFailed(
+            f"the processes could not be started: {type(error).__name__}: {first_line}"
+        ) from None
+    finally:
+        stopped_line = folder.stopped()
+        folder.remove()
+    if stopped_line is not None:
+        raise RunFailed(stopped_line, EXIT_STOPPED)
+
+
+def _left_to_the_agent(signals: str) -> str:
+    """Take out of torchrun's ``--signals-to-handle`` those that :class:`StopRelay` answers."""
+    ours = {number.name for number in STOP_SIGNALS}
+    return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
 
 def _use_a_free_port(args: argparse.Namespace) -> None:
@@ -118,11 +186,11 @@ def _use_a_free_port(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _worker_environment(args: argparse.Namespace) -> Iterator[None]:
+def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator[None]:
     """Set what the workers inherit, for the time of the run."""
     from torch.distributed.run import determine_local_world_size
 
-    wanted = {LAUNCHED_VARIABLE: "1"}
+    wanted = {LAUNCHED_VARIABLE: str(os.getpid()), RUN_FOLDER_VARIABLE: str(folder.path)}
     processes = determine_local_world_size(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
@@ -172,12 +240,12 @@ def _quiet_agent() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _first_cause(failures: Mapping[int, Any]) -> RunFailed:
+def _first_cause(failures: Mapping[int, Any], settings: RunSettings | None = None) -> RunFailed:
     """Pick the failure that came first, and say it in the user's words.
 
     Ranks that only lost their peer, and ranks that the agent ended, come last. Among the others the
-    earliest record wins; a rank that left no record (killed, or a program of the user's own) counts
-    after those that did.
+    earliest record wins. A rank that left no record (killed, or a program of the user's own) counts
+    after those that did; so does one whose collective timed out, as it waited for another one.
     """
 
     def order(item: tuple[int, Any]) -> tuple[bool, bool, int]:
@@ -186,19 +254,21 @@ def _first_cause(failures: Mapping[int, Any]) -> RunFailed:
         ended_by_agent = failure.exitcode == -signal.SIGTERM
         return (
             ended_by_agent or bool(info.get("lost_peer")),
-            not info,
+            not info or info.get("kind") == "timeout",
             int(info.get("time_ns", failure.timestamp * 10**9)),
         )
 
     rank, failure = min(failures.items(), key=order)
     info = _recorded(failure)
     if not info:
-        return RunFailed(_without_record(rank, failure))
+        return _without_record(rank, failure, settings or RunSettings())
     kind, summary = info.get("kind"), str(info.get("summary") or failure.message)
     if kind == "config":
-        return RunFailed(summary.replace("\n", "\nerror: "), EXIT_BAD_CONFIG)
+        return RunFailed(summary.replace("\n", "\nerror: "), EXIT_BAD_CONFIG, may_restart=False)
     if kind == "user":
         return RunFailed(summary.replace("\n", "\nerror: "))
+    if kind == "signal":
+        return RunFailed(summary, int(info["exit_code"]), may_restart=False)
     hint = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback)"
     return RunFailed(f"rank {rank}: {summary}{hint}")
 
@@ -211,9 +281,18 @@ def _recorded(failure: Any) -> dict[str, Any]:
     return {"summary": str(message["message"]).splitlines()[0], **info}
 
 
-def _without_record(rank: int, failure: Any) -> str:
+def _without_record(rank: int, failure: Any, settings: RunSettings) -> RunFailed:
     if failure.exitcode >= 0:
-        return f"rank {rank} failed with exit code {failure.exitcode}"
-    name = signal.Signals(-failure.exitcode).name
-    hint = " (often the system ran out of memory)" if name == "SIGKILL" else ""
-    return f"rank {rank} was ended by {name}{hint}"
+        return RunFailed(f"rank {rank} failed with exit code {failure.exitcode}")
+    number = signal.Signals(-failure.exitcode)
+    hint = ""
+    if number == signal.SIGKILL:
+        hint = " (often the system ran out of memory)"
+    elif number == signal.SIGABRT:
+        hint = (
+            " (NCCL ends a rank so that waits longer than"
+            f" collective_timeout_s={settings.collective_timeout_s:g} for the others)"
+        )
+    return RunFailed(
+        f"rank {rank} was ended by {number.name}{hint}", may_restart=number not in STOP_SIGNALS
+    )

@@ -20,6 +20,7 @@ from torchtune_cp.config.entry_point import (
     one_line,
     wants_traceback,
 )
+from torchtune_cp.config.secrets import mask_text
 from torchtune_cp.errors import ConfigError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -74,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except run.RunFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
+        print(f"error: {mask_text(str(failure))}", file=sys.stderr)
         return failure.exit_code
     except Exception as error:  # noqa: BLE001  (the last place where an error can become one line)
         if debug:
-            traceback.print_exc()
+            print(mask_text(traceback.format_exc()), end="", file=sys.stderr)
         for line in one_line(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_cp.cli.launcher import RunFailed, launch, world_size_of
+from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
 from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
 from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
@@ -75,13 +76,16 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
     source, overrides = split_argv(args.training_script_args)
     recipe = _locate_recipe(args)
     world_size = world_size_of(args)
+    settings = RunSettings()
     if source is not None:
         config_path = find_config(source)
         _refuse_torchrun_options(overrides, parser)
         if recipe is not None:
             trust_recipe_folder(recipe.path)
             sys.path.append(str(recipe.path.parent))
-        _check_before_start(load(config_path, overrides), recipe, args, world_size)
+        cfg = load(config_path, overrides)
+        _check_before_start(cfg, recipe, args, world_size)
+        settings = _settings(cfg)
         args.training_script_args = ["--config", str(config_path), *overrides]
     elif recipe is not None and recipe.is_shipped:
         raise ConfigError(
@@ -89,7 +93,42 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
         )
     if recipe is not None:
         args.training_script = str(recipe.path)
-    launch(args)
+    launch(args, settings)
+
+
+def _settings(cfg: DictConfig) -> RunSettings:
+    """Read what the launcher needs; a config of the user's own kind need not have any of it."""
+
+    def value(key: str, otherwise: Any) -> Any:
+        found = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+        return otherwise if found is None else found
+
+    output_dir, given = value("output_dir", None), value("resume_from_checkpoint", False)
+    point = None
+    if output_dir is not None:
+        point = partial(_restart_point, Path(output_dir), given)
+    return RunSettings(
+        stop_grace_s=float(value("stop_grace_s", schema.FullFinetuneConfig.stop_grace_s)),
+        collective_timeout_s=float(
+            value("collective_timeout_s", schema.FullFinetuneConfig.collective_timeout_s)
+        ),
+        restart_point=point,
+    )
+
+
+def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
+    from torchtune_cp.checkpointing.earlier_runs import noted_earlier
+    from torchtune_cp.checkpointing.resume_point import CHECKPOINTS_NAME
+    from torchtune_cp.checkpointing.training_state_store import list_checkpoints
+
+    folder = output_dir.expanduser() / CHECKPOINTS_NAME
+    others = noted_earlier(folder)
+    own = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.name not in others]
+    if own:
+        return f"; it continues from {own[0]}"
+    if isinstance(resume_from_checkpoint, str):
+        return f"; it continues from {resume_from_checkpoint}"
+    return "; it starts at the beginning, as there is no checkpoint yet"
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,6 @@ def _spelt(value: Any) -> str:
 
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet("resume_from_checkpoint", (False,), "resuming a run"),
-    NotYet("save_every_n_steps", (None,), "checkpoints during a run"),
-    NotYet("enable_async_checkpointing", (False,), "asynchronous checkpoints"),
     NotYet("context_parallel_method", ("ring",), "another attention method"),
 )
 
@@ -68,6 +65,11 @@ def _validation(values: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "run_val_every_n_steps: is set but dataset_val is not:"
             " give a dataset_val or set run_val_every_n_steps=null"
+        )
+    if values.get("keep_best") and values.get("run_val_every_n_steps") is None:
+        yield (
+            "run_val_every_n_steps: must be set, with a dataset_val, for keep_best=true, which goes by"
+            " the validation loss"
         )
 
 
@@ -120,6 +122,9 @@ def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("clip_grad_norm") is not None:
         # The norm is known only when the last gradient is, and then the others have been used.
         yield "clip_grad_norm: must be null with optimizer_in_bwd=true"
+    if values.get("on_nonfinite") == "skip":
+        # Weights have been stepped before the whole gradient is known.
+        yield "on_nonfinite: must be raise with optimizer_in_bwd=true"
 
 
 def _float8(values: Mapping[str, Any]) -> Iterator[str]:

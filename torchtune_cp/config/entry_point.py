@@ -23,15 +23,18 @@ from omegaconf import DictConfig
 from torchtune_cp.config import allow
 from torchtune_cp.config.load import load_argv
 from torchtune_cp.config.locate import recipes_dir
+from torchtune_cp.config.run_folder import RunFolder, is_running
 from torchtune_cp.config.schema import FullFinetuneConfig, to_typed
-from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.config.secrets import mask_text
+from torchtune_cp.errors import EXIT_STOPPED, ConfigError, RunStopped, UserError
 
-#: Set by ``tune run`` for its workers: they leave the report to the launcher.
+#: Set by ``tune run`` for its workers, to its process id: they leave the report to the launcher.
 LAUNCHED_VARIABLE = "TUNE_LAUNCHED"
 #: Set by the user (or by ``--log-level DEBUG``) to see tracebacks.
 TRACEBACK_VARIABLE = "TUNE_TRACEBACK"
 
-#: Exit codes of ``tune`` and of every recipe.
+#: Exit codes of ``tune`` and of every recipe (with ``errors.EXIT_STOPPED``, and 128 + the number of a
+#: signal that ended it at once).
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -100,9 +103,10 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
     if os.environ.get(LAUNCHED_VARIABLE):
         _die_with_the_launcher()
     show_traceback = wants_traceback()
+    cfg: Any = {}
     try:
         _trust_folder_of(main)
-        cfg: Any = load_argv(sys.argv[1:])
+        cfg = load_argv(sys.argv[1:])
         show_traceback = show_traceback or str(cfg.get("log_level")).upper() == "DEBUG"
         if schema is not None:
             cfg = to_typed(cfg, schema, world_size=int(os.environ.get("WORLD_SIZE", "1")))
@@ -116,9 +120,14 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
         if code == 0:
             return
         _exit_now(code)
+    except RunStopped as stopped:
+        _leave(stopped)
     except BaseException as error:  # noqa: BLE001  (whatever ends a rank is reported, then ends it)
-        _record_for_launcher(error)
-        _report(error, show_traceback)
+        summary = _summary(error, getattr(cfg, "collective_timeout_s", None))
+        _record_for_launcher(
+            error, kind=_kind(error), summary=summary, lost_peer=_lost_its_peer(error)
+        )
+        _report(error, summary, show_traceback)
         _exit_now(EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
     if isinstance(result, int) and result != 0:
         _exit_now(result)
@@ -146,9 +155,8 @@ def _die_with_the_launcher() -> None:
     """Have the kernel kill this rank when the launcher is killed: a rank must not outlive it."""
     if sys.platform != "linux":
         return
-    launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died in between
+    if not is_running(int(os.environ[LAUNCHED_VARIABLE])):  # it died before that
         _exit_now(EXIT_FAILED)
 
 
@@ -163,8 +171,8 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def one_line(error: BaseException) -> str:
-    """Say an error in one line; a user's mistake keeps its own lines, one a problem."""
-    text = str(error).strip()
+    """Say an error in one line, without secrets; a user's mistake keeps its own lines, one a problem."""
+    text = mask_text(str(error).strip())
     if isinstance(error, UserError):
         return text
     first = text.splitlines()[0] if text else ""
@@ -172,45 +180,115 @@ def one_line(error: BaseException) -> str:
     return f"{name}: {first}" if first else name
 
 
-def _report(error: BaseException, show_traceback: bool) -> None:
+def _summary(error: BaseException, collective_timeout_s: float | None) -> str:
+    if collective_timeout_s is not None and _timed_out(error):
+        return (
+            f"waited {collective_timeout_s:g} s for the other ranks, of which one hangs or needs longer"
+            " (collective_timeout_s sets the time)"
+        )
+    return one_line(error)
+
+
+def _kind(error: BaseException) -> str:
+    """Return what a launcher has to know of an error, see :func:`_record_for_launcher`."""
+    for kind, found in (
+        ("config", isinstance(error, ConfigError)),
+        ("user", isinstance(error, UserError)),
+        ("timeout", _timed_out(error)),
+    ):
+        if found:
+            return kind
+    return "error"
+
+
+def _report(error: BaseException, summary: str, show_traceback: bool) -> None:
     if show_traceback:
-        traceback.print_exception(error)
-    if os.environ.get(LAUNCHED_VARIABLE):
-        return
+        print(mask_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    if not os.environ.get(LAUNCHED_VARIABLE):
+        _say(summary)
+
+
+def _say(lines: str) -> None:
     rank = os.environ.get("RANK")
     where = f"rank {rank}: " if rank is not None else ""
-    for line in one_line(error).splitlines():
+    for line in lines.splitlines():
         print(f"error: {where}{line}", file=sys.stderr)
 
 
-def _record_for_launcher(error: BaseException) -> None:
+def _leave(stopped: RunStopped) -> NoReturn:
+    """End the process after a signal, in order.
+
+    To torch's elastic agent a complete save is a success: anything else it would answer by ending
+    the other ranks before they have left, or by starting all of them again. What it was stands in the
+    run's folder, and the launcher exits with ``EXIT_STOPPED``.
+    """
+    folder = RunFolder.from_environment()
+    if folder is None:
+        if os.environ.get("RANK", "0") == "0":
+            _say(str(stopped))
+        _exit_now(stopped.exit_code)
+    if stopped.exit_code == EXIT_STOPPED:
+        folder.note_stopped(str(stopped))
+        folder.withdraw()
+        _exit_now(0)
+    _record_for_launcher(stopped, kind="signal", summary=str(stopped), exit_code=stopped.exit_code)
+    _exit_now(stopped.exit_code)
+
+
+def end_by_signal(number: signal.Signals, *, lost_peer: bool) -> NoReturn:
+    """End the process at once, whatever its main thread does; callable from any thread.
+
+    Args:
+        number: The signal, which gives the exit code.
+        lost_peer: Whether it only says that another rank has ended: not the cause of anything.
+    """
+    summary = f"stopped by {number.name}"
+    code = 128 + number
+    _record_for_launcher(None, kind="signal", summary=summary, lost_peer=lost_peer, exit_code=code)
+    if not os.environ.get(LAUNCHED_VARIABLE):
+        _say(summary)
+    os._exit(code)
+
+
+def _record_for_launcher(
+    error: BaseException | None,
+    *,
+    kind: str,
+    summary: str,
+    lost_peer: bool = False,
+    exit_code: int = EXIT_FAILED,
+) -> None:
     """Write the error where torch's elastic agent looks for it (``TORCHELASTIC_ERROR_FILE``).
 
     The format is that of ``torch.distributed.elastic.multiprocessing.errors``. Its time stamp counts
     seconds, too coarse to tell the first failing rank from those that lost their peer to it, so a
     finer one goes with it.
+
+    Args:
+        error: What was raised, if anything.
+        kind: ``config`` and ``user`` are the user's to mend; ``signal`` ended the rank; ``timeout`` means
+            that another rank did not come; ``error`` is the rest.
+        summary: One line for the user (one a problem with ``config``).
+        lost_peer: Whether the rank failed only because another one did.
+        exit_code: What ``tune run`` exits with when this is the first cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     now = time.time_ns()
-    kind = (
-        "config"
-        if isinstance(error, ConfigError)
-        else "user"
-        if isinstance(error, UserError)
-        else "error"
-    )
     record = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": mask_text(summary if error is None else f"{type(error).__name__}: {error}"),
             "extraInfo": {
-                "py_callstack": "".join(traceback.format_exception(error)),
+                "py_callstack": mask_text("".join(traceback.format_exception(error)))
+                if error
+                else "",
                 "timestamp": str(now // 10**9),
                 "time_ns": now,
                 "kind": kind,
-                "summary": one_line(error),
-                "lost_peer": _lost_its_peer(error),
+                "summary": summary,
+                "lost_peer": lost_peer,
+                "exit_code": exit_code,
             },
         }
     }
@@ -218,6 +296,19 @@ def _record_for_launcher(error: BaseException) -> None:
         Path(path).write_text(json.dumps(record), encoding="utf-8")
     except OSError as problem:
         print(f"warning: cannot write {path}: {problem}", file=sys.stderr)
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Say whether a collective waited longer than its process group allows, by the backends' words."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text
+        for sign in (
+            "Timed out waiting",  # gloo
+            "Application timeout caused pair closure",  # gloo, where another wait was under way
+            "Watchdog caught collective operation timeout",  # NCCL
+        )
+    )
 
 
 def _lost_its_peer(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.locate import find_config
 from torchtune_cp.config.overrides import apply_overrides, none_to_null, parse_overrides
+from torchtune_cp.config.secrets import remember_secrets
 from torchtune_cp.errors import ConfigError
 
 _NO_FILE = "give a config: --config FILE_OR_NAME (tune ls lists the shipped ones)"
@@ -37,6 +38,7 @@ def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DictC
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from None
     assert isinstance(cfg, DictConfig)
+    remember_secrets(cfg)
     return cfg
 
 

@@ -93,6 +93,7 @@ class FullFinetuneConfig:
     clip_grad_norm: Annotated[float | None, Rule(above=0, spellings=(("inf", float("inf")),))] = (
         None
     )
+    on_nonfinite: Annotated[str, Rule(choices=("skip", "raise"))] = "raise"
 
     # Device, precision, compilation
     device: Annotated[str, Rule(choices=("cuda", "cpu"))] = "cuda"
@@ -125,9 +126,17 @@ class FullFinetuneConfig:
     ac_option: Annotated[int | str | None, _AtLeastOne] = None
 
     # Checkpoints
-    resume_from_checkpoint: bool = False
+    resume_from_checkpoint: bool | str = False
     save_every_n_steps: Annotated[int | None, _AtLeastOne] = None
+    save_every_epoch: bool = True
     enable_async_checkpointing: bool = False
+    keep_last_n: Annotated[int | None, _AtLeastOne] = None
+    keep_best: bool = False
+    on_save_error: Annotated[str, Rule(choices=("raise", "continue"))] = "raise"
+
+    # Signals and failing ranks
+    collective_timeout_s: Annotated[float, Rule(above=0)] = 600.0
+    stop_grace_s: Annotated[float, Rule(low=0)] = 300.0
 
     # What the run tells
     metric_logger: DictConfig | None = None

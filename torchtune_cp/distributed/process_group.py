@@ -8,17 +8,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchtune_cp.distributed.context_parallel.torch_private import set_default_group_timeout
 from torchtune_cp.errors import UserError
 
+#: How long the ranks wait for each other's start: imports from a busy file system take minutes.
+_START = timedelta(minutes=15)
 
-def init_distributed(device: str, timeout: timedelta | None = None) -> torch.device:
+
+def init_distributed(device: str, collective_timeout_s: float | None = None) -> torch.device:
     """Join the default process group and pick this rank's device.
 
     A script started without torchrun is a group of one process.
 
     Args:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, with gloo for tensors on the host).
-        timeout: How long a collective may take before the rank gives up; torch's default if None.
+        collective_timeout_s: How many seconds a rank waits in a collective before it gives up, in this
+            group and in those made later (the mesh's); torch's default if None. Not counted while
+            processes start.
 
     Returns:
         ``cpu``, or the CUDA device of this local rank.
@@ -42,11 +48,26 @@ def init_distributed(device: str, timeout: timedelta | None = None) -> torch.dev
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        timeout = None
+        if collective_timeout_s is not None:
+            timeout = timedelta(seconds=collective_timeout_s)
+            set_default_group_timeout(timeout)
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world_size = _meet()
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return chosen
+
+
+def _meet() -> tuple[dist.Store, int, int]:
+    """Wait until every rank has started, however short the time-out of collectives is."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_START))
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{other}" for other in range(world_size)], _START)
+    return store, rank, world_size
 
 
 def is_rank_zero() -> bool:

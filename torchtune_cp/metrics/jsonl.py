@@ -91,6 +91,7 @@ class MetricsFile:
         tokens_per_second: float,
         step_time_s: float,
         peak_memory_bytes: int,
+        nonfinite_steps: int | None = None,
     ) -> None:
         """Append the line of one optimizer step.
 
@@ -104,20 +105,23 @@ class MetricsFile:
             tokens_per_second: Over all ranks.
             step_time_s: Seconds.
             peak_memory_bytes: See :func:`torchtune_cp.metrics.memory.peak_memory_bytes`.
+            nonfinite_steps: Steps left out so far, if this is one of them: the line's ``loss`` or
+                ``grad_norm`` is then ``null``. Other lines do not have the field.
         """
-        self.write(
-            {
-                "step": step,
-                "epoch": epoch,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "lr": lr,
-                "tokens": tokens,
-                "tokens_per_second": tokens_per_second,
-                "step_time_s": step_time_s,
-                "peak_memory_bytes": peak_memory_bytes,
-            }
-        )
+        record: dict[str, Scalar | None] = {
+            "step": step,
+            "epoch": epoch,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_time_s": step_time_s,
+            "peak_memory_bytes": peak_memory_bytes,
+        }
+        if nonfinite_steps is not None:
+            record["nonfinite_steps"] = nonfinite_steps
+        self.write(record)
 
     def write_validation(self, *, step: int, val_loss: Scalar, val_tokens: int) -> None:
         """Append the line of one validation.

@@ -23,6 +23,7 @@ class RunReport:
         enabled: bool,
         log_every_n_steps: int = 1,
         log_memory: bool = False,
+        resume_step: int | None = None,
     ) -> None:
         """Open the metrics file and the progress display.
 
@@ -35,10 +36,14 @@ class RunReport:
             log_every_n_steps: How often the logger and the display hear of a step; the metrics file
                 hears of every one.
             log_memory: Whether the logger also gets the memory statistics.
+            resume_step: Steps that a continued run has done: the metrics file keeps their lines. None
+                starts it anew.
         """
-        self._file = MetricsFile(output_dir) if enabled else None
+        self._file = MetricsFile(output_dir, resume_step) if enabled else None
         self._logger = logger if enabled else None
-        self._progress = Progress(total_steps, enabled=enabled, every=log_every_n_steps)
+        self._progress = Progress(
+            total_steps, enabled=enabled, initial=resume_step or 0, every=log_every_n_steps
+        )
         self._world_size = world_size
         self._every = log_every_n_steps
         self._log_memory = log_memory
@@ -55,6 +60,7 @@ class RunReport:
         seconds: float,
         peak_memory_bytes: int,
         memory: Mapping[str, float],
+        nonfinite_steps: int | None = None,
     ) -> None:
         """Report an optimizer step.
 
@@ -68,6 +74,8 @@ class RunReport:
             seconds: Duration of the step.
             peak_memory_bytes: Of the rank with the most.
             memory: Further memory statistics by name, bytes.
+            nonfinite_steps: Steps left out so far because their loss or gradient was not finite, if
+                this is one of them.
         """
         if self._file is None:
             return
@@ -82,9 +90,10 @@ class RunReport:
             tokens_per_second=rate,
             step_time_s=seconds,
             peak_memory_bytes=peak_memory_bytes,
+            nonfinite_steps=nonfinite_steps,
         )
         self._progress.update(step, loss, rate)
-        if self._logger is not None and step % self._every == 0:
+        if self._logger is not None and (step % self._every == 0 or nonfinite_steps is not None):
             payload = {
                 "loss": loss,
                 "lr": lr,
@@ -95,6 +104,8 @@ class RunReport:
                 "step_time_s": seconds,
                 "peak_memory_bytes": peak_memory_bytes,
             }
+            if nonfinite_steps is not None:
+                payload["nonfinite_steps"] = nonfinite_steps
             self._logger.log_dict(payload | dict(memory if self._log_memory else {}), step)
 
     def validation(self, *, step: int, loss: float, tokens: int) -> None:

@@ -9,22 +9,35 @@ import yaml
 
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.run_notes import RunNotes
+
+_NOTE = "tensorboard_folder"
 
 
 class TensorBoardLogger:
     """Writes scalars to TensorBoard; look at them with ``tensorboard --logdir <log_dir>``.
 
+    A resumed training run writes to the same folder, and TensorBoard drops what an earlier start had
+    written beyond the step that it continues from.
+
     Attributes:
         log_dir: The folder that holds this run's event file.
     """
 
-    def __init__(self, log_dir: str | Path, organize_logs: bool = True, **other: object) -> None:
+    def __init__(
+        self,
+        log_dir: str | Path,
+        organize_logs: bool = True,
+        run_notes: RunNotes | None = None,
+        **other: object,
+    ) -> None:
         """Open the event file.
 
         Args:
             log_dir: Folder, made if needed.
             organize_logs: Give each run a folder of its own below ``log_dir``, so that TensorBoard
                 shows runs side by side.
+            run_notes: Where the run's folder is kept; given by the recipe.
             **other: Keys of other loggers are let pass.
 
         Raises:
@@ -41,12 +54,25 @@ class TensorBoardLogger:
             ) from error
         folder = Path(log_dir).expanduser()
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
+        # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
+        purge_step = None
+        if run_notes is not None:
+            purge_step = 0 if run_notes.resume_step is None else run_notes.resume_step + 1
+        if run_notes is not None and organize_logs:
+            earlier = Path(run_notes.get(_NOTE) or "")
+            if earlier.parent == folder and earlier.is_dir():
+                self.log_dir = earlier
         try:
-            self._writer = SummaryWriter(log_dir=str(self.log_dir))
+            self._writer = SummaryWriter(
+                log_dir=str(self.log_dir),
+                purge_step=purge_step,
+            )
         except OSError as error:
             raise UserError(
                 f"metric_logger.log_dir: cannot write to {self.log_dir}: {error}"
             ) from error
+        if run_notes is not None:
+            run_notes.set(_NOTE, str(self.log_dir))
 
     def log(self, name: str, data: Scalar, step: int) -> None:
         """Write one value."""

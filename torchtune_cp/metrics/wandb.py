@@ -1,16 +1,37 @@
 """Logs to Weights & Biases, online or into an offline run directory."""
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from torchtune_cp.config.secrets import mask_secrets, mask_text
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.run_notes import RunNotes
 
 _CONFIG_NAME = "torchtune_config.yaml"
+_NOTE = "wandb_run_id"
+#: Arguments and variables with which users say themselves which run it is.
+_USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
+_SHOWN = ("name", "notes", "tags", "job_type", "config")
+_USERS_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
+
+
+@contextlib.contextmanager
+def _masked_command_line() -> Iterator[None]:
+    """Hide secrets among the overrides: W&B keeps the command line in the run's metadata."""
+    arguments = sys.argv[1:]
+    sys.argv[1:] = [mask_text(argument) for argument in arguments]
+    try:
+        yield
+    finally:
+        sys.argv[1:] = arguments
 
 
 class WandBLogger:
@@ -19,6 +40,10 @@ class WandBLogger:
     Without network or key set ``WANDB_MODE=offline`` (or ``metric_logger.mode=offline``): the run
     is written to ``<log_dir>/wandb/offline-run-*`` and can be sent later with ``wandb sync``.
     A run that is already going (``wandb.init`` called by the user's own code) is used as it is.
+
+    A resumed training run continues its W&B run, unless ``id``, ``resume``, ``resume_from`` or
+    ``fork_from`` (or their environment variables) say otherwise. Steps that were logged before a crash
+    and are made again after it are not logged a second time.
     """
 
     def __init__(
@@ -27,6 +52,7 @@ class WandBLogger:
         entity: str | None = None,
         group: str | None = None,
         log_dir: str | Path | None = None,
+        run_notes: RunNotes | None = None,
         **init_args: Any,
     ) -> None:
         """Start the run.
@@ -36,6 +62,7 @@ class WandBLogger:
             entity: User or team that owns it; default is the account's own.
             group: Groups runs in the web page.
             log_dir: Folder for the run's files (``dir`` means the same); made if needed.
+            run_notes: Where the run's id is kept; given by the recipe.
             **init_args: Any other argument of ``wandb.init``: ``name``, ``tags``, ``mode`` ...
 
         Raises:
@@ -53,8 +80,16 @@ class WandBLogger:
         unknown = {key: value for key, value in init_args.items() if key not in known}
         refuse_unknown_keys("WandBLogger", unknown, {"log_dir", *known})
         init_args = {key: value for key, value in init_args.items() if key in known}
+        init_args |= {name: mask_secrets(init_args[name]) for name in _SHOWN if name in init_args}
         folder = init_args.pop("dir", None) or log_dir
         self._owned = wandb.run is None
+        self._logged_step: int | None = None
+        own_choice = any(init_args.get(name) is not None for name in _USERS_CHOICE) or any(
+            os.environ.get(name) for name in _USERS_VARIABLES
+        )
+        earlier = None if run_notes is None or own_choice else run_notes.get(_NOTE)
+        if earlier is not None:
+            init_args |= {"id": earlier, "resume": "allow"}
         if wandb.run is not None:
             self._run = wandb.run
         else:
@@ -62,19 +97,26 @@ class WandBLogger:
                 folder = Path(folder).expanduser()
                 folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._run = wandb.init(
-                    project=project,
-                    entity=entity,
-                    group=group,
-                    dir=None if folder is None else str(folder),
-                    **init_args,
-                )
+                with _masked_command_line():
+                    self._run = wandb.init(
+                        project=project,
+                        entity=entity,
+                        group=group,
+                        dir=None if folder is None else str(folder),
+                        **init_args,
+                    )
             except wandb.Error as error:
                 reason = " ".join(str(error).split())
                 raise UserError(
                     f"metric_logger: Weights & Biases did not start ({reason}); run `wandb login` "
                     "or set WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on disk"
                 ) from error
+            if run_notes is not None and not self._run.disabled:
+                run_notes.set(_NOTE, self._run.id)
+            if run_notes is not None and self._run.id == earlier:
+                # What the server has counts; a run on the disk cannot be asked.
+                on_server = self._run.summary.get("global_step") if self._run.resumed else None
+                self._logged_step = run_notes.logged_step if on_server is None else on_server
         # Charts over the training step, whatever else the run logs.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
@@ -85,6 +127,8 @@ class WandBLogger:
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log the values of one step, with ``global_step`` as the x-axis."""
+        if self._logged_step is not None and step <= self._logged_step:
+            return
         numbers = {name: to_number(data) for name, data in payload.items()}
         self._run.log({**numbers, "global_step": step})
 

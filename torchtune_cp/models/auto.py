@@ -36,7 +36,7 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> Tr
             f"checkpoint_dir is {str(checkpoint_dir)!r}: cannot read {path} ({error.strerror}); give "
             "a folder in Hugging Face format"
         ) from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds a JSON {type(hf).__name__}, allowed is an object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
+from torchtune_cp.checkpointing.resume_point import ResumePoint
 from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
+from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
 from torchtune_cp.distributed.fsdp import materialize, shard_model
@@ -22,6 +25,7 @@ from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.report import RunReport
+from torchtune_cp.metrics.run_notes import RunNotes
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.compile import compile_layers
 from torchtune_cp.training.fp8 import convert_to_float8
@@ -46,7 +50,9 @@ def setup_logging(level: str) -> logging.Logger:
     Returns:
         The package's logger.
     """
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(MaskingFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
     logger = logging.getLogger("torchtune_cp")
     logger.setLevel(level if is_rank_zero() or level == "DEBUG" else "ERROR")
     return logger
@@ -73,6 +79,7 @@ def build_model(
     meshes: Meshes,
     device: torch.device,
     seed: int,
+    found: ResumePoint | None = None,
 ) -> TransformerDecoder:
     """Build the model on the meta device, shard it, and read into each rank what it holds.
 
@@ -82,6 +89,9 @@ def build_model(
         meshes: Parameters are sharded over ``meshes.tp`` and ``meshes.fsdp``.
         device: Where the shards live.
         seed: Of the weights when they are random.
+        found: What the run continues from. The weights of a training checkpoint are read with the
+            rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
+            the place of the checkpointer's.
 
     Raises:
         UserError: The config names something that is no decoder, or weights of another model,
@@ -125,7 +135,13 @@ def build_model(
         offload=cfg.fsdp_cpu_offload,
     )
     shards_on = torch.device("cpu") if cfg.fsdp_cpu_offload else device
-    materialize(model, checkpointer.source(model, seed), shards_on)
+    if found is None:
+        materialize(model, checkpointer.source(model, seed), shards_on)
+    elif found.manifest is None:
+        folder = FullModelHFCheckpointer(str(found.path))
+        materialize(model, folder.source(model, seed), shards_on)
+    else:
+        model.to_empty(device=shards_on)
     return model
 
 
@@ -164,17 +180,23 @@ def build_profiler(cfg: FullFinetuneConfig) -> Any:
     return setup_torch_profiler() if cfg.profiler is None else instantiate(cfg.profiler)
 
 
-def build_report(cfg: FullFinetuneConfig, total_steps: int, world_size: int) -> RunReport:
+def build_report(
+    cfg: FullFinetuneConfig, total_steps: int, world_size: int, resume_step: int | None = None
+) -> RunReport:
     """Build what the run reports through; the configured logger exists on rank 0 only.
 
     Args:
         cfg: The run's config.
         total_steps: Optimizer steps of the whole run.
         world_size: Number of processes.
+        resume_step: Steps done, in a run that continues; None in a new one.
     """
     logger = None
     if is_rank_zero() and cfg.metric_logger is not None:
-        logger = instantiate(cfg.metric_logger)
+        given = {}
+        if "run_notes" in inspect.signature(component_callable(cfg.metric_logger)).parameters:
+            given["run_notes"] = RunNotes(cfg.output_dir, resume_step)
+        logger = instantiate(cfg.metric_logger, **given)
         logger.log_config(cfg)
     return RunReport(
         cfg.output_dir,
@@ -184,6 +206,7 @@ def build_report(cfg: FullFinetuneConfig, total_steps: int, world_size: int) -> 
         enabled=is_rank_zero(),
         log_every_n_steps=cfg.log_every_n_steps,
         log_memory=cfg.log_peak_memory_stats,
+        resume_step=resume_step,
     )
 
 

@@ -18,7 +18,8 @@ CONTRACT_KEYS = """
 output_dir seed shuffle batch_size epochs max_steps_per_epoch gradient_accumulation_steps
 optimizer optimizer_in_bwd lr_scheduler loss clip_grad_norm compile device dtype
 tokenizer dataset dataset_val run_val_every_n_steps batch_size_val collate_fn model checkpointer
-resume_from_checkpoint save_every_n_steps enable_async_checkpointing
+resume_from_checkpoint save_every_n_steps enable_async_checkpointing save_every_epoch keep_last_n keep_best
+on_save_error on_nonfinite collective_timeout_s stop_grace_s
 context_parallel_dim context_parallel_rotate_method tensor_parallel_dim tensor_parallel_plan
 data_parallel_shard_dim data_parallel_replicate_dim fsdp_cpu_offload fsdp_reshard_after_forward
 enable_activation_checkpointing enable_activation_offloading ac_mode ac_option
@@ -161,9 +162,6 @@ def test_a_misspelt_variable_gets_the_nearest_key() -> None:
 
 
 ASKS_FOR = {
-    "resume_from_checkpoint": True,
-    "save_every_n_steps": 10,
-    "enable_async_checkpointing": True,
     "context_parallel_method": "ulysses",
 }
 
@@ -175,6 +173,14 @@ def test_a_feature_that_is_not_there_yet_is_refused_when_on_and_accepted_when_of
     (line,) = problems(**{rule.key: ASKS_FOR[rule.key]})
     assert line.startswith(f"{rule.key}: ")
     assert "not available in this version" in line
+
+
+def test_checkpoints_are_resumed_from_by_choice_or_by_path() -> None:
+    for value in (True, False, "/runs/1/checkpoints/step_8"):
+        typed = to_typed(OmegaConf.create(minimal() | {"resume_from_checkpoint": value}))
+        assert typed.resume_from_checkpoint == value
+    (line,) = problems(resume_from_checkpoint=8)
+    assert line == "resume_from_checkpoint: expected true or false or a string, got 8"
 
 
 def test_packed_datasets_are_refused_wherever_they_stand() -> None:
@@ -190,6 +196,7 @@ def test_packed_datasets_are_refused_wherever_they_stand() -> None:
 
 def test_values_that_contradict_each_other_are_refused() -> None:
     assert "run_val_every_n_steps" in problems(run_val_every_n_steps=2)[0]
+    assert "for keep_best=true" in problems(keep_best=True)[0]
     assert "ac_option" in problems(ac_mode="selective")[0]
     assert (
         "contradicts"

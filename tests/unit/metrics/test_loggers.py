@@ -12,7 +12,14 @@ from omegaconf import OmegaConf
 
 from tests.wandb_records import items, wandb_records
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics import DiskLogger, StdoutLogger, TensorBoardLogger, WandBLogger
+from torchtune_cp.metrics import (
+    DiskLogger,
+    MetricsFile,
+    StdoutLogger,
+    TensorBoardLogger,
+    WandBLogger,
+)
+from torchtune_cp.metrics.run_notes import RunNotes
 
 CONFIG = OmegaConf.create(
     {
@@ -103,6 +110,25 @@ def test_keys_of_other_loggers_pass_and_misspelt_ones_do_not(logger, tmp_path):
         logger(**own, projct="p")
 
 
+def test_tensorboard_continues_the_same_run_and_shows_every_step_once(tmp_path):
+    # The one behind TensorBoard's pages; the older one drops nothing of new-style scalars.
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):  # it crashed after step 3
+        notes = RunNotes(tmp_path, resume_step)
+        logger = TensorBoardLogger(tmp_path / "logs", run_notes=notes)
+        for step in steps:
+            logger.log("loss", float(step), step)
+        logger.close()
+    (run,) = (tmp_path / "logs").iterdir()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert [event.step for event in events.Tensors("loss")] == [1, 2, 3, 4]
+    # A new run in the same output_dir is another one.
+    logger = TensorBoardLogger(tmp_path / "logs", run_notes=RunNotes(tmp_path / "other"))
+    logger.close()
+
+
 # --- Weights & Biases: in processes of their own, as its state is global --------------------------
 
 _RUN_WANDB = """
@@ -154,6 +180,56 @@ def test_wandb_writes_an_offline_run_with_every_value_and_the_config(tmp_path):
     _check_config(merged)
     _check_config(yaml.safe_load((run / "files" / "torchtune_config.yaml").read_text()))
     assert b"hf_aaaa" not in log.read_bytes()
+
+
+_RESUME_WANDB = """
+import sys
+from torchtune_cp.metrics import WandBLogger
+from torchtune_cp.metrics.run_notes import RunNotes
+folder, resume_step, steps = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3])
+notes = RunNotes(folder, resume_step)
+logger = WandBLogger(project="p", log_dir=folder, run_notes=notes, **eval(sys.argv[4]))
+for step in steps:
+    logger.log_dict({"loss": step}, step)
+logger.close()
+"""
+
+
+def _offline_runs(folder: Path) -> list[tuple[str, list[int]]]:
+    """Run id and logged steps of each start, in order."""
+    runs = []
+    for log in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime):
+        records = wandb_records(log)
+        history = [
+            items(r.history.item) for r in records if r.WhichOneof("record_type") == "history"
+        ]
+        (run,) = {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"}
+        runs.append((run, [row["global_step"] for row in history if "loss" in row]))
+    return runs
+
+
+def test_wandb_continues_the_same_run_and_logs_no_step_twice(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write({"step": step, "loss": float(step)})
+    metrics.write({"step": 4, "val_loss": 1.0})
+    metrics.close()
+    own = "dict(id='mine', resume='allow')"
+    for resume_step, steps, choice in (
+        ("None", "(1, 2, 3)", "{}"),
+        ("2", "(3, 4)", "{}"),  # it crashed after step 3, and the checkpoint was of step 2
+        ("2", "(3, 4)", own),
+        ("None", "(1,)", "{}"),
+    ):
+        done = _python(
+            _RESUME_WANDB, str(tmp_path), resume_step, steps, choice, WANDB_MODE="offline"
+        )
+        assert done.returncode == 0, done.stderr
+    (first, logged), (second, continued), (mine, all_of_them), (other, _) = _offline_runs(tmp_path)
+    assert first == second
+    assert (logged, continued) == ([1, 2, 3], [4])
+    assert (mine, all_of_them) == ("mine", [3, 4])  # the user's own choice of a run wins
+    assert other not in (first, mine)
 
 
 def test_wandb_without_a_key_ends_with_one_clear_line(tmp_path):

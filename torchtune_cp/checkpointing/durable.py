@@ -1,0 +1,137 @@
+"""Files and renames that survive a power cut, and folders that go away in one step.
+
+A checkpoint is written under a hidden name beside its final one and renamed when it is complete; so
+a folder with a final name is complete at every moment, whatever the process or the machine did.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+
+#: How the hidden name of an incomplete folder ends.
+TEMPORARY_SUFFIX = ".tmp"
+#: How the hidden name of a complete folder ends that was moved aside to make room for its successor.
+REPLACED_SUFFIX = ".replaced"
+# What file systems answer that cannot sync a folder (some network and FUSE ones).
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.
+
+    Args:
+        path: The file or folder.
+
+    Raises:
+        OSError: The disk could not take it.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file and wait until it is on the disk.
+
+    Args:
+        path: The file; it must not exist.
+        text: Its content, written as UTF-8.
+
+    Raises:
+        OSError: The file exists or the disk could not take it.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it, and wait until their names are on the disk.
+
+    Args:
+        path: The folder; it may exist.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def hidden_name(final: Path, suffix: str) -> Path:
+    """Return a hidden name beside ``final`` that nobody has used yet.
+
+    Args:
+        final: The folder's final place.
+        suffix: :data:`TEMPORARY_SUFFIX` or :data:`REPLACED_SUFFIX`.
+    """
+    return final.with_name(f".{final.name}.{secrets.token_hex(4)}{suffix}")
+
+
+def rename_into_place(temporary: Path, final: Path) -> None:
+    """Give a complete folder its final name; an earlier folder of that name is deleted afterwards.
+
+    Args:
+        temporary: The complete folder, every file of it on the disk.
+        final: Its final place in the same parent.
+
+    Raises:
+        OSError: The rename failed; an earlier folder stands where it stood.
+    """
+    replaced: Path | None = None
+    if final.exists():
+        if not final.is_dir():
+            raise FileExistsError(errno.EEXIST, "it exists and is not a folder", str(final))
+        replaced = hidden_name(final, REPLACED_SUFFIX)
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
+    sync(final.parent)
+    if replaced is not None:
+        remove_folder(replaced, final)
+
+
+def remove_folder(folder: Path, final: Path | None = None) -> None:
+    """Delete a folder; it loses its name in one step, so nobody ever sees half of it.
+
+    What cannot be deleted is left under a hidden temporary name and logged: a lack of tidiness must
+    not end a run.
+
+    Args:
+        folder: The folder to delete.
+        final: The visible name that its hidden name is made of; its own by default.
+
+    Raises:
+        OSError: The folder could not be renamed; it is untouched.
+    """
+    doomed = hidden_name(final or folder, TEMPORARY_SUFFIX)
+    folder.rename(doomed)
+    delete_hidden(doomed)
+
+
+def delete_hidden(folder: Path) -> None:
+    """Delete a folder that has a hidden name already; log what stays behind.
+
+    Args:
+        folder: The folder.
+    """
+    try:
+        shutil.rmtree(folder)
+    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder above it is gone too
+        return
+    except OSError as error:
+        _log.warning("could not delete %s (%s); delete it by hand", folder, error)

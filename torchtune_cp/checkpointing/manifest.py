@@ -1,0 +1,272 @@
+"""``checkpoint.json``: what a training checkpoint holds, and how to tell that it is whole.
+
+It is the last file written, and it carries the size and the checksum of every other one and a
+checksum of its own content. Nothing in it is trusted further than those: it is plain JSON, and a
+file that it names must lie directly in its folder.
+"""
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torchtune_cp.errors import UserError
+
+MANIFEST_NAME = "checkpoint.json"
+FORMAT = "torchtune_cp training checkpoint"
+#: Raised whenever an older version of this package could misread what is written.
+FORMAT_VERSION = 1
+
+# Far above any real one (optimizer groups, loader state, config: some hundred kilobytes), and a
+# bound on what a damaged or hostile file can make a process hold.
+_MAX_MANIFEST_BYTES = 256 * 1024**2
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 4 * 1024**2
+_MAX_SHOWN = 80
+
+
+def new_checksum() -> Any:
+    """Return the hash object of every checksum here: SHA-256.
+
+    Of the standard library's cryptographic hashes it is the fastest where the processor has SHA
+    instructions (nearly all hosts of GPUs: 1.8 GB/s on one core against 0.95 GB/s of BLAKE2b), and
+    ``sha256sum FILE`` prints the same figure. A CRC would be faster, but of 32 bits: too few to tell
+    terabytes apart.
+    """
+    return hashlib.sha256()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint.
+
+    Attributes:
+        name: Its name in the folder.
+        num_bytes: Its length.
+        checksum: SHA-256 of its bytes, in hexadecimal.
+    """
+
+    name: str
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``checkpoint.json`` says.
+
+    Attributes:
+        folder: Where it was read.
+        step: Optimizer steps done.
+        files: Every other file of the checkpoint.
+        state: What the writer of the checkpoint put in: plain JSON values.
+        checksum: Of the content, in hexadecimal: tells two checkpoints of one step apart.
+    """
+
+    folder: Path
+    step: int
+    files: tuple[FileRecord, ...]
+    state: dict[str, Any]
+    checksum: str
+
+
+def shown(value: object) -> str:
+    """Show a value from outside on one line and in few characters.
+
+    Args:
+        value: Anything read from a file.
+    """
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    # ASCII: a lone surrogate, which JSON can spell, has no UTF-8.
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    digest = new_checksum()
+    digest.update(_canonical(content))
+    return str(digest.hexdigest())
+
+
+def check_plain(state: Mapping[str, Any]) -> None:
+    """Refuse what JSON would not give back as it was: tuples, tensors, keys that are not strings.
+
+    Args:
+        state: The values to store.
+
+    Raises:
+        TypeError: Something in it would be lost.
+    """
+    if json.loads(json.dumps(state)) != state:
+        # NaN is the one plain value that differs from itself.
+        text = json.dumps(state)
+        if json.dumps(json.loads(text)) != text or not _is_plain(state):
+            raise TypeError(
+                "the state of a checkpoint must be dicts with string keys, lists, "
+                "strings, numbers, booleans and None"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def manifest_text(step: int, files: Sequence[FileRecord], state: Mapping[str, Any]) -> str:
+    """Return the text of ``checkpoint.json``.
+
+    Args:
+        step: Optimizer steps done.
+        files: Every other file of the checkpoint.
+        state: Plain JSON values to keep.
+    """
+    content = {
+        "step": step,
+        "files": {
+            file.name: {"num_bytes": file.num_bytes, "sha256": file.checksum} for file in files
+        },
+        "state": dict(state),
+    }
+    whole = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "content_sha256": _checksum_of(content),
+        "content": content,
+    }
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _require_regular(path: Path) -> int:
+    """Return a file's size; refuse links (they can lead out) and pipes (opening one waits forever)."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        raise UserError(f"{path.name} is missing ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path.name} is not a regular file")
+    return status.st_size
+
+
+def check_size(folder: Path, file: FileRecord) -> None:
+    """Check that a file of a checkpoint is there, a regular file and as long as it should be.
+
+    Args:
+        folder: The checkpoint.
+        file: What its manifest says.
+
+    Raises:
+        UserError: It is not; the message begins with the file's name.
+    """
+    size = _require_regular(folder / file.name)
+    if size != file.num_bytes:
+        raise UserError(f"{file.name} is {size} bytes long instead of {file.num_bytes}")
+
+
+def check_file(folder: Path, file: FileRecord) -> None:
+    """Read a whole file of a checkpoint and compare its checksum.
+
+    Args:
+        folder: The checkpoint.
+        file: What its manifest says.
+
+    Raises:
+        UserError: The file is missing, of another length or damaged; the message begins with its
+            name.
+    """
+    check_size(folder, file)
+    digest = new_checksum()
+    buffer = memoryview(bytearray(min(_READ_BYTES, max(file.num_bytes, 1))))
+    try:
+        with (folder / file.name).open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise UserError(f"{file.name} cannot be read ({error.strerror})") from error
+    if digest.hexdigest() != file.checksum:
+        raise UserError(f"{file.name} is damaged: its checksum is not the one written with it")
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _record(name: object, entry: object) -> FileRecord:
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or ".." in name:
+        raise UserError(f"it names a file {shown(name)}: only plain *.safetensors names are read")
+    if not isinstance(entry, dict) or not _is_count(entry.get("num_bytes")):
+        raise UserError(f"it gives no size for {shown(name)}")
+    checksum = entry.get("sha256")
+    if not isinstance(checksum, str) or not _DIGEST.fullmatch(checksum):
+        raise UserError(f"it gives no checksum for {shown(name)}")
+    return FileRecord(name, entry["num_bytes"], checksum)
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the checked content and its checksum."""
+    if _require_regular(path) > _MAX_MANIFEST_BYTES:
+        raise UserError(f"it is larger than {_MAX_MANIFEST_BYTES} bytes")
+    try:
+        whole = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"it cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"it is not valid JSON ({shown(str(error))})") from error
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise UserError(f"it is not the description of a {FORMAT}")
+    version = whole.get("format_version")
+    if not _is_count(version) or version < 1:
+        raise UserError(f"format_version is {shown(version)} and not a number from 1 on")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"format_version is {version} and this version of torchtune_cp reads up to "
+            f"{FORMAT_VERSION}: update torchtune_cp"
+        )
+    content = whole.get("content")
+    checksum = whole.get("content_sha256")
+    if not isinstance(content, dict):
+        raise UserError("it has no content")
+    try:
+        found = _checksum_of(content)
+    except RecursionError as error:
+        raise UserError("it is nested too deeply") from error
+    if checksum != found:
+        raise UserError("it is damaged: its checksum is not the one written with it")
+    return content, found
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's ``checkpoint.json``; opens no other file.
+
+    Args:
+        folder: The checkpoint.
+
+    Raises:
+        UserError: It is missing, damaged, of a newer format or not what it should be.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        if not folder.is_dir():
+            raise UserError("the folder does not exist")
+        content, checksum = _parse(path)
+        step, files, state = (content.get(key) for key in ("step", "files", "state"))
+        if not _is_count(step):
+            raise UserError(f"step is {shown(step)} and not a number")
+        if not isinstance(files, dict):
+            raise UserError("it lists no files")
+        if not isinstance(state, dict):
+            raise UserError("it holds no state")
+        records = tuple(_record(name, entry) for name, entry in files.items())
+    except UserError as error:
+        raise UserError(f"cannot use checkpoint {folder}: {MANIFEST_NAME}: {error}") from error
+    return Manifest(folder, step, records, state, checksum)

@@ -1,0 +1,142 @@
+"""Notes that ``tune run`` and the ranks of its node leave for each other while a run is under way.
+
+A signal carries a number and nothing else: neither who sent it nor what for. The rest is said in
+small files in a folder of the run's own, whose path the ranks inherit in an environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+#: Set by ``tune run`` for its workers: where the notes of this run lie.
+RUN_FOLDER_VARIABLE = "TUNE_RUN_FOLDER"
+
+#: The signals that ask a run to save and leave.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: A scheduler may signal a process once by its id and once as one of its group: seconds within which
+#: that counts as one signal.
+ONE_SIGNAL_S = 0.2
+
+_ASKED_BY_LAUNCHER = "asked_by_launcher"
+_ENDING = "ending"
+
+
+class RunFolder:
+    """The folder of one run on one node.
+
+    Attributes:
+        path: Where it lies.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Use the folder at ``path``."""
+        self.path = Path(path)
+
+    @classmethod
+    def create(cls) -> RunFolder:
+        """Make a new one, readable by this user alone."""
+        return cls(tempfile.mkdtemp(prefix="tune_run_"))
+
+    @classmethod
+    def from_environment(cls) -> RunFolder | None:
+        """Return the one of the launcher that started this process; None without a launcher."""
+        path = os.environ.get(RUN_FOLDER_VARIABLE)
+        return None if path is None or not os.path.isdir(path) else cls(path)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # --- what the launcher writes --------------------------------------------------------------
+    def ask(self, number: int) -> None:
+        """Note that the launcher asks all ranks to save and leave, because of this signal."""
+        self._write(_ASKED_BY_LAUNCHER, str(int(number)))
+
+    def end(self) -> None:
+        """Note that all ranks end at once: from now on any signal means that."""
+        self._write(_ENDING, "")
+
+    def forget_ranks(self) -> None:
+        """Remove the notes of ranks that are gone, and that they were to end, before others start."""
+        for kind in ("ready", "asked", "stopped"):
+            for note in self.path.glob(f"{kind}.*"):
+                note.unlink(missing_ok=True)
+        (self.path / _ENDING).unlink(missing_ok=True)
+
+    # --- what the ranks write ------------------------------------------------------------------
+    def announce(self) -> None:
+        """Note that this process takes SIGTERM, SIGINT and SIGUSR1 as a request to save and leave."""
+        self._write(f"ready.{os.getpid()}", "")
+
+    def withdraw(self) -> None:
+        """Take :meth:`announce` back: this process has finished."""
+        (self.path / f"ready.{os.getpid()}").unlink(missing_ok=True)
+
+    def note_asked(self, number: int) -> None:
+        """Note that this process was sent a signal by somebody other than the launcher."""
+        self._write(f"asked.{os.getpid()}", str(int(number)))
+
+    def note_stopped(self, line: str) -> None:
+        """Note that this process left as asked, after a complete save; ``line`` is for the user."""
+        self._write(f"stopped.{os.getpid()}", line)
+
+    # --- what both read ------------------------------------------------------------------------
+    def asked_by_launcher(self) -> signal.Signals | None:
+        """Return the signal because of which the launcher asks the ranks to leave."""
+        text = self._read(_ASKED_BY_LAUNCHER)
+        return None if text is None else signal.Signals(int(text))
+
+    def asked(self) -> signal.Signals | None:
+        """Return the signal that the launcher or a rank of this node was sent, if any."""
+        found = self.asked_by_launcher()
+        texts = (self._read(note.name) for note in sorted(self.path.glob("asked.*")))
+        return found or next((signal.Signals(int(text)) for text in texts if text), None)
+
+    def is_ending(self) -> bool:
+        """Whether all ranks are to end at once."""
+        return (self.path / _ENDING).exists()
+
+    def ready(self) -> list[int]:
+        """Return the process ids that announced themselves and did not withdraw, alive or not."""
+        return [int(note.suffix[1:]) for note in sorted(self.path.glob("ready.*"))]
+
+    def stopped(self) -> str | None:
+        """Return the line of a rank that left after a complete save, if any did."""
+        lines = (self._read(note.name) for note in sorted(self.path.glob("stopped.*")))
+        return next((line for line in lines if line), None)
+
+    def _write(self, name: str, text: str) -> None:
+        # Written beside and renamed: whoever reads it finds all of it or nothing.
+        unfinished = self.path / f".{name}.{os.getpid()}"
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(self.path / name)
+        except FileNotFoundError:
+            # The launcher has gone and taken the folder with it: nobody is left to read the note.
+            return
+
+    def _read(self, name: str) -> str | None:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+
+def is_running(pid: int) -> bool:
+    """Say whether a process runs; one that has ended and was not collected yet does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        # It ended just now, or this system has no /proc and the signal's word counts.
+        return not os.path.isdir("/proc/self")
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,164 @@
+"""What a recipe does about checkpoints besides saving: where it starts, and how it continues."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_cp.checkpointing.plain_json import to_plain
+from torchtune_cp.checkpointing.resume_point import ResumePoint
+from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
+from torchtune_cp.checkpointing.training_state import TrainingState
+from torchtune_cp.config import FullFinetuneConfig, resolved_dict
+from torchtune_cp.distributed import ParallelDims
+from torchtune_cp.training.fp8 import precompute_float8_scales
+from torchtune_cp.training.position import RunPosition
+
+_LOG = logging.getLogger(__name__)
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, ResumePoint | None]:
+    """Look where the run starts; every rank has to call this.
+
+    Args:
+        cfg: The run's config.
+
+    Returns:
+        The run's checkpoints, and what it continues from (None: it starts at its beginning).
+
+    Raises:
+        UserError: The config names nothing to continue from, or nothing whole.
+    """
+    checkpoints = TrainingCheckpoints(
+        cfg.output_dir,
+        asynchronous=cfg.enable_async_checkpointing,
+        keep_last_n=cfg.keep_last_n,
+        keep_best=cfg.keep_best,
+        on_save_error=cfg.on_save_error,
+    )
+    return checkpoints, checkpoints.find(cfg.resume_from_checkpoint)
+
+
+def saved_seed(found: ResumePoint | None) -> int | None:
+    """The seed of the run that is continued; None for a new run."""
+    return None if found is None or found.state is None else found.state["seed"]
+
+
+def skipped_steps(found: ResumePoint | None) -> int:
+    """Steps that the run that is continued has left out (``on_nonfinite``); 0 for a new run."""
+    return 0 if found is None or found.state is None else found.state["nonfinite_steps"]
+
+
+def run_record(cfg: FullFinetuneConfig, dims: ParallelDims, seed: int) -> dict[str, Any]:
+    """What every checkpoint of a run says of it, as plain JSON.
+
+    Args:
+        cfg: The run's config; its secrets are masked.
+        dims: The mesh.
+        seed: The run's seed, also where the config leaves it open.
+    """
+    return {
+        "seed": seed,
+        "world_size": dims.world_size,
+        "mesh": {name: getattr(dims, name) for name in _DEGREES},
+        "config": to_plain(OmegaConf.to_container(OmegaConf.create(resolved_dict(cfg)))),
+    }
+
+
+def restore(
+    found: ResumePoint | None,
+    checkpoints: TrainingCheckpoints,
+    state: TrainingState,
+    position: RunPosition,
+    record: Mapping[str, Any],
+) -> None:
+    """Fill model, optimizer, schedule and random generators from a checkpoint, if there is one.
+
+    On the mesh and with the config that it was saved with, the run goes on bit for bit. A line says
+    what will be different otherwise.
+
+    Args:
+        found: What the run continues from.
+        checkpoints: Reads it.
+        state: What to fill; weights may be uninitialised.
+        position: Has been moved to the saved place.
+        record: :func:`run_record` of this run.
+
+    Raises:
+        UserError: The checkpoint is of another model or optimizer.
+    """
+    if found is None or found.state is None:
+        return
+    saved = found.state
+    same_mesh = saved["mesh"] == record["mesh"] and saved["world_size"] == record["world_size"]
+    changed = [
+        key
+        for key in ("optimizer", "lr_scheduler")
+        if saved["config"].get(key) != record["config"].get(key)
+    ]
+    if state.scheduler is not None and saved["total_steps"] != position.total_steps:
+        changed.append(f"the number of steps ({saved['total_steps']} before)")
+    state.restore(
+        saved,
+        partial(checkpoints.load, found),
+        step=position.step,
+        saved_world_size=saved["world_size"],
+        same_mesh=same_mesh,
+        same_hyperparameters=not changed,
+    )
+    if record["config"]["enable_fp8_training"]:
+        precompute_float8_scales(state.model)  # as after every step
+    _say(saved, record, position, changed, same_mesh)
+
+
+def _say(
+    saved: Mapping[str, Any],
+    record: Mapping[str, Any],
+    position: RunPosition,
+    changed: list[str],
+    same_mesh: bool,
+) -> None:
+    _LOG.info(
+        "resumed after step %d of %d, in epoch %d",
+        position.step,
+        position.total_steps,
+        position.epoch,
+    )
+    if position.step >= position.total_steps:
+        _LOG.info("the run was finished: there is nothing left to train")
+    if not same_mesh:
+        _LOG.info(
+            "saved on %d processes (%s), resumed on %d (%s): sums are added up in another order%s",
+            saved["world_size"],
+            _spelt(saved["mesh"]),
+            record["world_size"],
+            _spelt(record["mesh"]),
+            ""
+            if saved["world_size"] == record["world_size"]
+            else "; random numbers of dropout, if there is any, are others",
+        )
+    loud = []
+    if saved["global_batch_size"] != position.global_batch_size:
+        loud.append(
+            f"the global batch is {position.global_batch_size} samples instead of"
+            f" {saved['global_batch_size']}, so the steps see other groups of samples; the place in"
+            f" the data is kept ({position.loader.samples_read} samples of epoch {position.epoch}),"
+            f" {position.steps_left()} steps are left and the run has {position.total_steps} in all"
+            f" instead of {saved['total_steps']}"
+        )
+    if changed:
+        loud.append(
+            f"{', '.join(changed)} changed: rates and settings are those of this config, the schedule"
+            f" stands at step {position.step}"
+        )
+    if loud:
+        _LOG.warning("this is not the run that was saved: %s", "; ".join(loud))
+
+
+def _spelt(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.items() if size > 1) or "no mesh"
