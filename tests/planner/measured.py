@@ -16,6 +16,7 @@ from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.training import setup
+from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.train_step import TrainStep
 
 
@@ -130,6 +131,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
                     watch.elsewhere = lambda: sum(o.host_bytes for o in offloads)
                     watch.peak = 0
                 gradients = train.backward(batches)
+                step_totals(meshes, gradients.losses, gradients.norm, device)
                 train.update(gradients.norm)
                 train.finish()
             return {

@@ -44,28 +44,52 @@ BY_OP = {"ac_mode": "selective", "ac_option": "op"}
 OFFLOAD = {"enable_activation_offloading": True}
 
 TWO = {
-    "cp1": {"context_parallel_dim": 1},
-    "cp2": {"context_parallel_dim": 2},
-    "cp2_full": {"context_parallel_dim": 2} | FULL,
     "cp2_full_offload": {"context_parallel_dim": 2} | FULL | OFFLOAD,
-    "cp2_offload_alltoall": {
-        "context_parallel_dim": 2,
-        "context_parallel_rotate_method": "alltoall",
-    }
-    | OFFLOAD,
     "cp2_op_accumulate": {"context_parallel_dim": 2, "gradient_accumulation_steps": 2} | BY_OP,
     "cp2_in_backward_fp32": {"context_parallel_dim": 2, "optimizer_in_bwd": True, "dtype": "fp32"},
 }
 FOUR = {
     "cp4_full": {"context_parallel_dim": 4} | FULL,
-    "dp2_cp2": {"context_parallel_dim": 2},
-    "dp2_cp2_full_offload": {"context_parallel_dim": 2, "batch_size": 2} | FULL | OFFLOAD,
     "hsdp_cp2_clip": {
         "context_parallel_dim": 2,
         "data_parallel_replicate_dim": 2,
         "clip_grad_norm": 1.0,
     },
     "tp2_cp2": {"context_parallel_dim": 2, "tensor_parallel_dim": 2},
+}
+MORE_OF_TWO = {
+    "cp1": {"context_parallel_dim": 1},
+    "cp2": {"context_parallel_dim": 2},
+    "cp2_full": {"context_parallel_dim": 2} | FULL,
+    "cp2_every_second": {"context_parallel_dim": 2, "ac_mode": "selective", "ac_option": "2"},
+    "cp2_op_kv": {"context_parallel_dim": 2, "ac_mode": "selective", "ac_option": "op_kv"},
+    "cp2_offload_alltoall": {
+        "context_parallel_dim": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }
+    | OFFLOAD,
+    "cp2_own_groups": {
+        "context_parallel_dim": 2,
+        "custom_sharded_layers": ["tok_embeddings", "output", "layers.1.mlp"],
+    }
+    | FULL,
+    "cp2_kept_gathered": {"context_parallel_dim": 2, "fsdp_reshard_after_forward": False} | FULL,
+    "cp2_float8": {
+        "context_parallel_dim": 2,
+        "enable_fp8_training": True,
+        "fp8_emulate": True,
+    }
+    | FULL,
+    "cp2_plain_adamw": {"context_parallel_dim": 2, "optimizer": {"fused": False}} | FULL,
+}
+MORE_OF_FOUR = {
+    "dp2_cp2": {"context_parallel_dim": 2},
+    "dp2_cp2_full_offload": {"context_parallel_dim": 2, "batch_size": 2} | FULL | OFFLOAD,
+    "hsdp_cp2_in_backward": {
+        "context_parallel_dim": 2,
+        "data_parallel_replicate_dim": 2,
+        "optimizer_in_bwd": True,
+    },
 }
 
 
@@ -101,10 +125,18 @@ def sent_by_kind(profile):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        pytest.param(2, TWO, id="two"),
+        pytest.param(4, FOUR, id="four"),
+        pytest.param(2, MORE_OF_TWO, id="more_of_two", marks=pytest.mark.slow),
+        pytest.param(4, MORE_OF_FOUR, id="more_of_four", marks=pytest.mark.slow),
+    ],
+)
 def test_peak_and_bytes_sent_are_those_of_a_real_step(world, cases):
     for name, rank, measured, profile in compare(world, cases):
         predicted = profile.peak.total
-        assert abs(predicted - measured["peak"]) <= TOLERANCE * measured["peak"], name
-        assert profile.host_peak == measured["host"], name
-        assert sent_by_kind(profile) == measured["sent"], name
+        assert abs(predicted - measured["peak"]) <= TOLERANCE * measured["peak"], (name, rank)
+        assert profile.host_peak == measured["host"], (name, rank)
+        assert sent_by_kind(profile) == measured["sent"], (name, rank)

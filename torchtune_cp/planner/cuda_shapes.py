@@ -67,8 +67,29 @@ def scaled_dot_product_attention(
     return out
 
 
+class _FusedRMSNorm(torch.autograd.Function):
+    """Allocates, keeps and touches what the fused kernel of CUDA does.
+
+    ``aten._fused_rms_norm`` itself would not do: on a CPU it is a composite of other operators, and two
+    float32 copies of each input would be kept for backward. Results are of no use, only their shapes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        inverse_rms = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, scale, inverse_rms)
+        return torch.neg(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale, _ = ctx.saved_tensors
+        return torch.add(grad, x), torch.empty_like(scale)
+
+
 def _fused_norm(self: RMSNorm, x: Tensor, scale: Tensor) -> Tensor:
-    normed: Tensor = aten._fused_rms_norm(x, [self.dim], scale, self.eps)[0]
+    if x.dtype != scale.dtype:  # torch then has no fused kernel either
+        return F.rms_norm(x, (self.dim,), scale, self.eps)
+    normed: Tensor = _FusedRMSNorm.apply(x, scale)
     return normed
 
 

@@ -1,4 +1,17 @@
-"""What devices and their links can do, from their makers' data sheets.
+"""What devices and their links can do, from their maker's publications.
+
+Where the figures stand:
+
+- H100 SXM and H200 SXM: nvidia.com/en-us/data-center/h100 and /h200: 1,979 TFLOPS bfloat16 "with sparsity",
+  half of it dense; 67 TFLOPS float32; 80 GB at 3.35 TB/s and 141 GB at 4.8 TB/s; NVLink 900 GB/s, PCIe 5
+  128 GB/s, both counting both directions.
+- A100 80 GB SXM: NVIDIA's data sheet nvidia-us-1758950: 312 TFLOPS dense bfloat16, 19.5 float32, 2,039 GB/s,
+  NVLink 600 GB/s, PCIe 4 64 GB/s, both counting both directions.
+- Between nodes: docs.nvidia.com/dgx-basepod, core components: DGX H100 and H200 have eight single-port
+  ConnectX-7 of 400 Gb/s for eight GPUs; developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100: eight
+  single-port ConnectX-6 of 200 Gb/s.
+- Usable memory is what the CUDA driver gives a process, a little less than ``nvidia-smi`` lists (81,559 MiB for
+  an H100, 143,771 for an H200, 81,920 for an A100), as torch's out-of-memory messages report it.
 
 Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes beside its tensors, are
 estimates: none of them has been measured by this project yet.

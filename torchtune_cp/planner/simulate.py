@@ -37,6 +37,7 @@ from torchtune_cp.planner.torch_private import (
 from torchtune_cp.planner.trace import Trace
 from torchtune_cp.planner.tracker import StepTracker
 from torchtune_cp.training.memory import host as host_memory
+from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
 from torchtune_cp.training.train_step import TrainStep
 
@@ -109,6 +110,17 @@ def _make_state(optimizer: Optimizer, model: nn.Module) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _step_as_on_gpu(optimizer: Optimizer) -> None:
+    """Let an optimizer step through all parameters at once, as it does on a GPU unless told otherwise.
+
+    It then makes intermediates of the size of all parameters together. On a CPU its default is one
+    parameter after the other.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _batch(cfg: FullFinetuneConfig, seq_len: int) -> dict[str, Tensor]:
@@ -196,6 +208,8 @@ def simulate(
                 f"a sequence of {seq_len} tokens is longer than the model's sliding_window of {window}"
             )
         optimizer, _, gradient_norm = build_optimizer(cfg, model, total_steps=2)
+        if gpu:
+            _step_as_on_gpu(optimizer)
         _make_state(optimizer, model)
         gradient_norm()
         loss_fn = instantiate(cfg.loss)
@@ -219,6 +233,7 @@ def simulate(
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
         tracker.start()
         gradients = train.backward(batches)
+        step_totals(meshes, gradients.losses, gradients.norm, _CPU)
         tracker.phase = "update"
         train.update(gradients.norm)
         tracker.phase = "finish"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,29 +13,29 @@ from torchtune_cp.errors import UserError
 from torchtune_cp.planner.plan import Plan, World, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
 
+_CHECKPOINTED = {"enable_activation_checkpointing": True, "ac_mode": None, "ac_option": None}
+
 #: Levers from the fastest to the one that saves most; each is a set of config keys.
 LEVERS: tuple[dict[str, Any], ...] = (
     {"enable_activation_checkpointing": False, "ac_mode": None, "ac_option": None},
     {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": "op"},
-    {"enable_activation_checkpointing": True, "ac_mode": None, "ac_option": None},
-    {
-        "enable_activation_checkpointing": True,
-        "ac_mode": None,
-        "ac_option": None,
-        "enable_activation_offloading": True,
-    },
-    {
-        "enable_activation_checkpointing": True,
-        "ac_mode": None,
-        "ac_option": None,
-        "enable_activation_offloading": True,
-        "fsdp_cpu_offload": True,
-    },
+    _CHECKPOINTED,
+    _CHECKPOINTED | {"optimizer_in_bwd": True},
+    _CHECKPOINTED | {"enable_activation_offloading": True},
+    _CHECKPOINTED | {"enable_activation_offloading": True, "optimizer_in_bwd": True},
+    _CHECKPOINTED | {"enable_activation_offloading": True, "fsdp_cpu_offload": True},
 )
 #: Where the search begins on each mesh: what most long sequences need.
 _FIRST = 2
 
-_OFF = {"enable_activation_offloading": False, "fsdp_cpu_offload": False}
+_OFF = {
+    "enable_activation_offloading": False,
+    "fsdp_cpu_offload": False,
+    "optimizer_in_bwd": False,
+}
+
+#: Estimated speeds closer than this are no difference: the model is not that good.
+SAME_SPEED = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,9 @@ class Suggestion:
 def meshes(world: World, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
     """Every way to share a world size between samples, sequences and matrices.
 
+    Where a sequence fits into a node, the model is also sharded over the node only, the nodes being
+    replicas: more memory, and what FSDP gathers stays within the node.
+
     Args:
         world: Tensor parallelism stays within a node.
         sizes: The model's; tensor parallelism must divide them.
@@ -62,10 +66,15 @@ def meshes(world: World, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
             continue
         rest = world.size // tp
         for cp in range(1, rest + 1):
-            if rest % cp == 0:
+            if rest % cp:
+                continue
+            replicas = {1}
+            if world.size > world.per_node and world.per_node % (cp * tp) == 0:
+                replicas.add(world.size // world.per_node)
+            for replicate in sorted(replicas):
                 yield {
-                    "data_parallel_replicate_dim": 1,
-                    "data_parallel_shard_dim": rest // cp,
+                    "data_parallel_replicate_dim": replicate,
+                    "data_parallel_shard_dim": rest // cp // replicate,
                     "context_parallel_dim": cp,
                     "tensor_parallel_dim": tp,
                 }
@@ -74,6 +83,21 @@ def meshes(world: World, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
 def _problems(cfg: FullFinetuneConfig, world_size: int) -> list[str]:
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     return combination_problems(values, world_size)
+
+
+def _next_usable(
+    cfg: FullFinetuneConfig, mesh: dict[str, int], lever: int, direction: int, world_size: int
+) -> tuple[int, dict[str, Any], FullFinetuneConfig] | None:
+    """The first lever from here on that goes with the rest of the config: index, overrides, config."""
+    while 0 <= lever < len(LEVERS):
+        overrides = mesh | _OFF | LEVERS[lever]
+        candidate = dataclasses.replace(cfg, **overrides)
+        if not _problems(candidate, world_size):
+            return lever, overrides, candidate
+        if direction == 0:
+            return None
+        lever += direction
+    return None
 
 
 def suggest(
@@ -86,7 +110,8 @@ def suggest(
     """Try the meshes of a world size, each with the levers around the first that fits.
 
     On each mesh the search begins with checkpointed layers. If they fit, faster levers are tried as long as
-    they fit; if not, those that save more. One rank stands for all.
+    they fit; if not, those that save more, until one fits. A lever that the rest of the config does not
+    go with is passed over. One rank stands for all.
 
     Args:
         cfg: The run's config.
@@ -96,30 +121,26 @@ def suggest(
         say: Is told of each plan.
 
     Returns:
-        What fits, the most tokens a second first.
+        What fits, the most tokens a second first; of equally fast ones, the one that needs less memory.
     """
     from torchtune_cp.planner.simulate import rank_profile
 
-    #: (mesh, lever, step along the levers) still to be looked at, mesh by mesh.
+    #: (mesh, lever, direction along the levers) still to be looked at; direction 0: the first look.
     open_points = [(mesh, _FIRST, 0) for mesh in meshes(world, sizes)]
     found: list[Suggestion] = []
     while open_points:
-        wave = []
-        for mesh, lever, step in open_points:
-            overrides = mesh | _OFF | LEVERS[lever]
-            candidate = dataclasses.replace(cfg, **overrides)
-            if _problems(candidate, world.size):
+        wave, tasks = [], []
+        for mesh, lever, direction in open_points:
+            usable = _next_usable(cfg, mesh, lever, direction, world.size)
+            if usable is None:
                 continue
-            wave.append((mesh, lever, step, overrides, candidate))
-        tasks = []
-        for *_, candidate in wave:
-            degrees_rank = planned_ranks(
-                {"cp": candidate.context_parallel_dim, "tp": candidate.tensor_parallel_dim}
-            )[-1]
-            tasks += tasks_of(candidate, world, seq_len, ranks=[degrees_rank])
+            lever, overrides, candidate = usable
+            wave.append((mesh, lever, direction, overrides, candidate))
+            degrees = {"cp": candidate.context_parallel_dim, "tp": candidate.tensor_parallel_dim}
+            tasks += tasks_of(candidate, world, seq_len, ranks=[planned_ranks(degrees)[-1]])
         profiles = run_apart(rank_profile, tasks, keep_refusals=True)
         open_points = []
-        for (mesh, lever, step, overrides, candidate), task, profile in zip(
+        for (mesh, lever, direction, overrides, candidate), task, profile in zip(
             wave, tasks, profiles, strict=True
         ):
             if isinstance(profile, UserError):
@@ -129,12 +150,18 @@ def suggest(
             say(f"{described(overrides)}: {'fits' if plan.fits else 'does not fit'}")
             if plan.fits:
                 found.append(Suggestion(overrides, plan))
-            if step == 0:
-                step = -1 if plan.fits else 1
-            following = lever + step
-            if (step < 0) == plan.fits and 0 <= following < len(LEVERS):
-                open_points.append((mesh, following, step))
-    return sorted(found, key=lambda s: -s.plan.tokens_per_second)
+            if direction == 0:
+                direction = -1 if plan.fits else 1
+            following = lever + direction
+            if (direction < 0) == plan.fits and 0 <= following < len(LEVERS):
+                open_points.append((mesh, following, direction))
+    return sorted(found, key=_rank)
+
+
+def _rank(suggestion: Suggestion) -> tuple[int, int]:
+    """Faster first; of equally fast ones, that which needs less memory."""
+    speed = math.log(suggestion.plan.tokens_per_second) / math.log1p(SAME_SPEED)
+    return -round(speed), suggestion.plan.needed
 
 
 def described(overrides: dict[str, Any]) -> str:
