@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.distributed.harness import run_ranks
+from tests.planner.configs import BY_OP, FULL, OFFLOAD, SEQ_LEN, small_config
 from tests.planner.measured import measured_steps
 from torchtune_cp.config import to_typed
 from torchtune_cp.planner.plan import planned_ranks
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.simulate import rank_profile
 
-SEQ_LEN = 1024
-TOLERANCE = 0.001  # the issue allows 0.05
-
-
-def small_config(**overrides):
-    base = {
-        "output_dir": "/nowhere",
-        "device": "cpu",
-        "dtype": "bf16",
-        "model": {
-            "_component_": "torchtune_cp.models.llama3.llama3",
-            "vocab_size": 512,
-            "num_layers": 4,
-            "num_heads": 8,
-            "num_kv_heads": 2,
-            "embed_dim": 128,
-            "intermediate_dim": 384,
-            "max_seq_len": SEQ_LEN,
-        },
-        "checkpointer": {"_component_": "torchtune_cp.checkpointing.FullModelHFCheckpointer"},
-        "tokenizer": {"_component_": "torchtune_cp.data.byte_tokenizer"},
-        "dataset": {"_component_": "torchtune_cp.datasets.text_folder_dataset", "path": None},
-        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3, "fused": True},
-    }
-    return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
-
-
-FULL = {"enable_activation_checkpointing": True}
-BY_OP = {"ac_mode": "selective", "ac_option": "op"}
-OFFLOAD = {"enable_activation_offloading": True}
+TOLERANCE = 0.001  # the aim is 0.05
 
 TWO = {
     "cp2_full_offload": {"context_parallel_dim": 2} | FULL | OFFLOAD,

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.load import load
 from torchtune_cp.config.schema import FullFinetuneConfig, component_problems, to_typed
 from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.planner.devices import device_named
+from torchtune_cp.planner.world import World
 
 _DESCRIPTION = """\
 Runs the recipe's own optimizer step on tensors without memory, as one rank of any mesh sees it, and
@@ -73,12 +76,41 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> None:
-    from torchtune_cp.planner.devices import device_named
-    from torchtune_cp.planner.plan import World, divisor, make_plan, mesh_degrees
-    from torchtune_cp.planner.report import as_dict, as_table
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks to be planned.
 
+    Attributes:
+        cfg: The config with its overrides.
+        world: Where it would run.
+        seq_len: Tokens of a sequence.
+        source: Where that number stands.
+    """
+
+    cfg: FullFinetuneConfig
+    world: World
+    seq_len: int
+    source: str
+
+
+def request(args: argparse.Namespace) -> Request:
+    """Check everything that a command line says before anything is simulated.
+
+    Args:
+        args: As parsed by ``tune plan``.
+
+    Raises:
+        ConfigError: One line for each problem.
+        UserError: The config's model is no decoder.
+    """
     size, per_node = _ranks(args)
+    chosen = [f"--{n.replace('_', '-')}" for n in ("suggest", "max_seq_len") if getattr(args, n)]
+    if args.seq_len is not None and "--max-seq-len" in chosen:
+        raise ConfigError("--seq-len and --max-seq-len: give one of them")
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
+    if args.suggest and (args.plot is not None or args.exact):
+        raise ConfigError("--suggest: goes without --plot and --exact, which are about one plan")
     cfg = to_typed(load(args.config, args.overrides), world_size=None if args.suggest else size)
     problems = component_problems(cfg)
     if problems:
@@ -86,14 +118,22 @@ def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device or ("cpu" if cfg.device == "cpu" else "h100-80g"))
     world = World(size=size, per_node=per_node or min(size, device.per_node), device=device)
     seq_len, source = _sequence(args, cfg)
+    return Request(cfg, world, seq_len, source)
 
+
+def _run(args: argparse.Namespace) -> None:
+    from torchtune_cp.planner.plan import divisor, make_plan, mesh_degrees
+    from torchtune_cp.planner.report import as_dict, as_table
+
+    asked = request(args)
+    cfg, world, seq_len, source = asked.cfg, asked.world, asked.seq_len, asked.source
     if args.suggest:
         _suggest(cfg, world, seq_len, source, as_json=args.json)
         return
     if args.max_seq_len:
         from torchtune_cp.planner.search import longest
 
-        degrees = mesh_degrees(cfg, size)
+        degrees = mesh_degrees(cfg, world.size)
         plan = longest(
             lambda length: make_plan(cfg, world, length, exact=args.exact),
             divisor(degrees),
@@ -168,7 +208,7 @@ def _model_sizes(cfg: FullFinetuneConfig) -> Mapping[str, Any]:
 
 
 def _suggest(
-    cfg: FullFinetuneConfig, world: Any, seq_len: int, source: str, *, as_json: bool
+    cfg: FullFinetuneConfig, world: World, seq_len: int, source: str, *, as_json: bool
 ) -> None:
     from torchtune_cp.planner.report import as_dict
     from torchtune_cp.planner.suggest import as_table, described, suggest

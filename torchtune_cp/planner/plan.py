@@ -11,27 +11,13 @@ from torchtune_cp.planner.devices import GIB, Device
 from torchtune_cp.planner.estimate import StepTime, step_time
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Moment, Profile
+from torchtune_cp.planner.world import World
 
 #: What stands on every plan for a GPU.
 UNCALIBRATED = (
     "tensors are simulated to the byte; context, NCCL buffers, fragmentation, attention's kernel"
     " workspaces and times are estimates that have not been compared with a GPU yet"
 )
-
-
-@dataclass(frozen=True)
-class World:
-    """Where a run would stand.
-
-    Attributes:
-        size: Number of ranks.
-        per_node: Ranks of a node.
-        device: What each rank has.
-    """
-
-    size: int
-    per_node: int
-    device: Device
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torchtune_cp.errors import UserError
@@ -11,6 +12,10 @@ from torchtune_cp.planner.plan import Plan, in_words
 CLOSE_ENOUGH = 0.002
 #: Lengths are multiples of this, and of what the mesh asks for.
 GRAIN = 256
+#: A length is at most this many times the longest one known to fit.
+GROWTH = 4
+#: Simulations at most; what has been found by then is returned.
+MOST_PLANS = 24
 
 
 def longest(
@@ -21,9 +26,10 @@ def longest(
 ) -> Plan:
     """Find the longest sequence whose plan fits.
 
-    Needed memory grows piecewise along straight lines with the length (attention needs none that grows
-    with its square), so a line through the last two lengths tells the next one to try. What is returned has
-    been simulated at its own length.
+    Needed memory grows with the length along straight lines (attention needs none that grows with its
+    square), of which the steepest ones come last: a convex curve. Its chords and their extensions
+    bound the length that is looked for from below and from above, and the next length to try lies on one of
+    these bounds. What is returned has been simulated at its own length.
 
     Args:
         plan_at: Makes the plan of a length.
@@ -64,24 +70,35 @@ def longest(
         )
     if len(plans) == 1:
         look(rounded(2 * start))
-    for _ in range(12):
-        fitting = max(n for n, plan in plans.items() if plan.fits)
-        too_long = min((n for n, plan in plans.items() if not plan.fits), default=None)
-        if too_long is not None and too_long - fitting <= grain:
+    last = rounded(start)
+    while len(plans) < MOST_PLANS:
+        fitting = sorted(n for n, plan in plans.items() if plan.fits)
+        too_long = sorted(n for n, plan in plans.items() if not plan.fits)
+        near = max(grain, CLOSE_ENOUGH * fitting[-1])
+        above = _where(plans, fitting[-2:], memory)
+        if above - fitting[-1] < near or (too_long and too_long[0] - fitting[-1] <= near):
             break
-        # The two lengths whose line passes closest to the limit.
-        near = sorted(plans, key=lambda n: abs(plans[n].needed - memory))[:2]
-        (a, b) = sorted(near)
-        slope = (plans[b].needed - plans[a].needed) / (b - a)
-        if slope <= 0:
-            guess = rounded(2 * fitting)
+        if not too_long:
+            guess = min(above, GROWTH * fitting[-1])
         else:
-            room = (memory - plans[fitting].needed) / slope
-            if room < max(grain, CLOSE_ENOUGH * fitting):
-                break
-            guess = rounded(fitting + room)
-        if too_long is not None:
-            guess = min(guess, too_long - grain)
-        guess = max(guess, fitting + grain)
-        look(guess)
+            below = _where(plans, [fitting[-1], too_long[0]], memory)
+            above = min(above, _where(plans, too_long[:2], memory))
+            if not plans[last].fits:
+                guess = below
+            elif above < too_long[0]:
+                guess = above
+            else:
+                guess = (below + too_long[0]) / 2
+            guess = min(guess, too_long[0] - grain)
+        last = max(rounded(guess), fitting[-1] + grain)
+        look(last)
     return plans[max(n for n, plan in plans.items() if plan.fits)]
+
+
+def _where(plans: dict[int, Plan], lengths: list[int], memory: float) -> float:
+    """Where the line through two lengths needs all memory; infinite where there is no such line."""
+    if len(lengths) < 2:
+        return math.inf
+    a, b = lengths
+    slope = (plans[b].needed - plans[a].needed) / (b - a)
+    return a + (memory - plans[a].needed) / slope if slope > 0 else math.inf

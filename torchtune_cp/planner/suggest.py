@@ -10,8 +10,9 @@ from typing import Any
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.errors import UserError
-from torchtune_cp.planner.plan import Plan, World, plan_of, planned_ranks, tasks_of
+from torchtune_cp.planner.plan import Plan, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
+from torchtune_cp.planner.world import World
 
 _CHECKPOINTED = {"enable_activation_checkpointing": True, "ac_mode": None, "ac_option": None}
 
