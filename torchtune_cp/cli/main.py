@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, rest = _parser().parse_known_args(arguments)
         debug = debug or args.log_level == "DEBUG"
+        if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+            args.overrides += rest  # argparse takes one group of positional arguments only
+            rest = []
         if args.run is run.run_command:
             # torchrun's options may stand anywhere before the recipe: it reads them itself.
             position = arguments.index("run")

@@ -238,7 +238,7 @@ def simulate(
         train.update(gradients.norm)
         tracker.phase = "finish"
         train.finish()
-        trace = tracker.stop(gradients_on_host=offloads_shards)
+        trace = tracker.stop(shards_on_host=offloads_shards)
         if offloads_shards:
             trace.staging = 2 * _largest_group(model)
             trace.copied += sum(_local_bytes(p) * 2 for p in model.parameters())

@@ -318,11 +318,11 @@ class StepTracker(TorchDispatchMode):
         self._ops_place.append(self._place_ids.setdefault(_BEFORE, 0))
         self._op = 1
 
-    def stop(self, *, gradients_on_host: bool = False) -> Trace:
+    def stop(self, *, shards_on_host: bool = False) -> Trace:
         """End the step.
 
         Args:
-            gradients_on_host: Whether reduced gradients lie on the host.
+            shards_on_host: Whether reduced gradients lie on the host and the optimizer steps there.
         """
         self._recording = False
         self._ops_place.append(self._ops_place[-1])  # for what died last
@@ -331,12 +331,15 @@ class StepTracker(TorchDispatchMode):
         device = np.zeros((ops, len(CATEGORIES)), dtype=np.int64)
         host = np.zeros(ops, dtype=np.int64)
         phase_of = [places[i].phase for i in self._ops_place]
+
+        def outlives(storage: _Storage) -> bool:
+            return storage.dead < 0 or phase_of[storage.dead] in ("norm", "update", "finish")
+
         for op, storage, delta in self._events:
             category = storage.category or _category(storage, phase_of)
             on_host = storage.on_host or (
-                gradients_on_host
-                and category == "gradients"
-                and (storage.dead < 0 or phase_of[storage.dead] in ("norm", "update", "finish"))
+                shards_on_host
+                and (category == "optimizer" or (category == "gradients" and outlives(storage)))
             )
             if on_host and self._separate_host:
                 host[op] += delta
