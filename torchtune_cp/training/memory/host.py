@@ -21,3 +21,13 @@ def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:
         uint8, [num_bytes].
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+
+def empty_like_on_host(tensor: Tensor, device: torch.device) -> Tensor:
+    """Allocate host memory of a tensor's layout that can be copied to and from a device.
+
+    Args:
+        tensor: Its shape and dtype are taken; of a DTensor also mesh and placements.
+        device: As for :func:`empty_on_host`.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
