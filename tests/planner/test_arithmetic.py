@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.planner.configs import FULL, SEQ_LEN, small_config
+from benchmarks.planner_cases import FULL, SEQ_LEN, small_config
 from torchtune_cp.config import to_typed
 from torchtune_cp.planner.arithmetic import attention_pairs
 from torchtune_cp.planner.estimate import model_flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planner.configs import BY_OP, FULL, OFFLOAD, SEQ_LEN, small_config
+from benchmarks.planner_cases import BY_OP, FULL, OFFLOAD, SEQ_LEN, small_config
 from torchtune_cp.config import to_typed
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import layers_to_trace

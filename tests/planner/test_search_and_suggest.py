@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.planner.configs import small_config
+from benchmarks.planner_cases import small_config
 from torchtune_cp.config import to_typed
 from torchtune_cp.errors import UserError
 from torchtune_cp.planner import suggest as suggest_module

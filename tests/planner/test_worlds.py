@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.planner.configs import FULL, OFFLOAD, SEQ_LEN, small_config
+from benchmarks.planner_cases import FULL, OFFLOAD, SEQ_LEN, small_config
 from torchtune_cp.config import to_typed
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.simulate import rank_profile

@@ -174,6 +174,11 @@ def simulate(
     Returns:
         The step's trace.
     """
+    if cfg.context_parallel_method != "ring":
+        raise UserError(
+            f"context_parallel_method={cfg.context_parallel_method}: a plan can only be made of ring yet;"
+            " set context_parallel_method=ring"
+        )
     cfg = planned_config(cfg, num_layers)
     separate_host = gpu if separate_host is None else separate_host
     offloads_shards = cfg.fsdp_cpu_offload and separate_host

@@ -52,6 +52,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def live(self) -> int:
+        """Bytes of all storages that are alive."""
         return sum(storage.nbytes() for storage in list(self._alive))
 
     def _count(self, name: str, args: Any) -> None:
@@ -76,7 +77,7 @@ class Watch(TorchDispatchMode):
         elif name == "_reduce_scatter_base_":
             kind, sent = "reduce_scatter", nbytes(args[1]) - nbytes(args[0])
         elif name == "reduce_scatter_tensor":
-            kind, sent = "reduce_scatter", nbytes(args[0]) * (args[2] - 1) // args[2]
+            kind, sent = "reduce_scatter", nbytes(args[0]) * (args[2] - 1) / args[2]
         elif name in ("allreduce_", "all_reduce"):
             tensors = args[0] if name == "allreduce_" else [args[0]]
             size = group(args[1] if name == "allreduce_" else args[2]).size()
