@@ -210,7 +210,8 @@ def simulate(
         window = model.config.sliding_window
         if window is not None and seq_len > window:
             raise UserError(
-                f"a sequence of {seq_len} tokens is longer than the model's sliding_window of {window}"
+                f"a sequence of {seq_len} tokens is longer than the model's sliding_window of {window}:"
+                " attention within a window cannot be planned yet"
             )
         optimizer, _, gradient_norm = build_optimizer(cfg, model, total_steps=2)
         if gpu:
