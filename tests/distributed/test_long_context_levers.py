@@ -16,6 +16,7 @@ from tests.distributed.fixtures import (
     uneven_samples,
 )
 from tests.distributed.harness import run_ranks
+from tests.distributed.resume_runs import adamw_config, lines, run_all
 
 SGD_LR = 2.0
 STEPS = 3
@@ -172,3 +173,56 @@ def test_runs_equal_those_without_the_levers_and_each_lever_is_on(tmp_path, worl
             steps = STEPS if "lr_scheduler" in cfg else 1
             on_host = cfg.get("optimizer_on_host", False)
             assert threads == ["optimizer"] * (parameters * steps * on_host)
+
+
+@pytest.mark.distributed
+def test_state_on_the_host_is_saved_and_resumed_with_the_lever_and_without(tmp_path):
+    def config(name, **overrides):
+        overrides = {"clip_grad_norm": None, **overrides}
+        return adamw_config(tmp_path / name, "cp2", **overrides)
+
+    def resumed(name, source, **overrides):
+        point = str(tmp_path / source / "checkpoints" / "step_3")
+        return config(name, resume_from_checkpoint=point, **overrides)
+
+    cfgs = [
+        config("ordinary", save_every_n_steps=3),
+        config("on_host", save_every_n_steps=3, **ON_HOST),
+        resumed("on_host_from_on_host", "on_host", **ON_HOST),
+        resumed("on_host_from_ordinary", "ordinary", **ON_HOST),
+        resumed("ordinary_from_on_host", "on_host"),
+    ]
+    run_ranks(2, run_all, cfgs, tmp_path / "stores")
+    assert lines(tmp_path / "on_host") == lines(tmp_path / "ordinary")
+    expected = lines(tmp_path / "ordinary", after=3)
+    assert len({line["loss"] for line in expected}) == 5
+    for name in ("on_host_from_on_host", "on_host_from_ordinary", "ordinary_from_on_host"):
+        assert lines(tmp_path / name) == expected, name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_tiles_with_compilation_and_with_float8(tmp_path):
+    """Compiled: the same step. Float8: with one tile, and row by row with many, the same step too."""
+    save_llama(tmp_path / "base")
+    fp8 = {"enable_fp8_training": True}
+    rowwise = fp8 | {"fp8_recipe_name": "rowwise"}
+    one_tile = {"mlp_tile_tokens": 1000}
+    compiled = TILED | {"compile": True}
+    pairs = {
+        "compiled": ({}, compiled),
+        "compiled_full": ({}, compiled | FULL),
+        "compiled_by_op": ({}, compiled | {"ac_mode": "selective", "ac_option": "op"}),
+        "tensorwise": (fp8, fp8 | one_tile | FULL),
+        "rowwise": (rowwise, rowwise | TILED | FULL),
+    }
+    shape = {"context_parallel_dim": 2, "batch_size": 6, "optimizer": {"lr": SGD_LR}}
+    cfgs = [
+        recipe_config(tmp_path / "base", tmp_path / f"{name}_{i}", **shape | overrides)
+        for name, pair in pairs.items()
+        for i, overrides in enumerate(pair)
+    ]
+    (tmp_path / "stores").mkdir()
+    run_ranks(2, _run_and_watch, cfgs, tmp_path / "stores")
+    for name in pairs:
+        _assert_same_run(tmp_path / f"{name}_1", tmp_path / f"{name}_0")

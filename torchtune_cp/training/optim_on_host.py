@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune_cp.training.memory.host import empty_like_on_host
+from torchtune_cp.training.memory import host as host_memory
 from torchtune_cp.training.optim_in_bwd import OptimizerInBackward, step_alone
 
 
@@ -66,7 +66,7 @@ class OptimizerOnHost(OptimizerInBackward):
         self._copy_stream = self._backend.Stream()
         self._twin = _twin_of(optimizer)
         # One thread: steps are bound by memory bandwidth, and each uses all cores that torch may use.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+        self._thread = host_memory.host_thread()
         self._pending: list[Future[None]] = []
         self._other_hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.wait()),
@@ -95,7 +95,7 @@ class OptimizerOnHost(OptimizerInBackward):
         )
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        host = empty_like_on_host(tensor.detach(), self._device)
+        host = host_memory.empty_like_on_host(tensor.detach(), self._device)
         _local(host).copy_(_local(tensor), non_blocking=True)
         return host
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, ThreadPoolExecutor
+
 import torch
 from torch import Tensor, nn
 
@@ -31,3 +33,8 @@ def empty_like_on_host(tensor: Tensor, device: torch.device) -> Tensor:
         device: As for :func:`empty_on_host`.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
+
+
+def host_thread() -> Executor:
+    """Start a thread for work on the host that the device need not wait for."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
