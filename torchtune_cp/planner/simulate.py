@@ -228,6 +228,7 @@ def simulate(
             cfg, model, optimizer, gradient_norm, loss_inside, meshes, dims, device=_CPU
         )
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
+        train.finish()  # what the step before would have left, such as float8's scales
         tracker.start()
         gradients = train.backward(batches)
         step_totals(meshes, gradients.losses, gradients.norm, _CPU)
