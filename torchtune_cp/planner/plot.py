@@ -52,24 +52,34 @@ def draw(plan: Plan, path: Path) -> None:
         step="mid",
     )
     peak = max(positions, key=lambda i: moments[i].total)
+    top = moments[peak].total / GIB
+    left_half = peak < len(moments) / 2
     axes.annotate(
-        f"{moments[peak].total / GIB:.1f} GiB: {moments[peak].place.describe()}",
-        (peak, moments[peak].total / GIB),
-        xytext=(0.02, 0.96),
-        textcoords="axes fraction",
+        f"{top:.1f} GiB: {moments[peak].place.describe()}",
+        (peak, top),
+        xytext=(20 if left_half else -20, 20),
+        textcoords="offset points",
+        ha="left" if left_half else "right",
         arrowprops={"arrowstyle": "->"},
     )
-    if plan.world.device.memory < 4 * moments[peak].total:
-        axes.axhline(plan.world.device.memory / GIB, color="black", linestyle="--", linewidth=1)
-    starts = [
-        i for i in positions if i == 0 or moments[i].place.phase != moments[i - 1].place.phase
-    ]
-    axes.set_xticks(starts, [moments[i].place.phase for i in starts], rotation=30, ha="right")
+    axes.set_ylim(0, 1.2 * top)
+    memory = plan.world.device.memory / GIB
+    if memory < 2 * top:
+        axes.set_ylim(0, 1.15 * max(memory, top))
+        axes.axhline(memory, color="black", linestyle="--", linewidth=1)
+        axes.text(0, memory, f"{plan.world.device.name}: {memory:.1f} GiB", va="bottom")
+    # A phase's name stands below its middle, where it is wide enough for one.
+    phases = [moment.place.phase for moment in moments]
+    spans = {phase: [i for i in positions if phases[i] == phase] for phase in dict.fromkeys(phases)}
+    wide = {phase: span for phase, span in spans.items() if len(span) >= 0.06 * len(moments)}
+    axes.set_xticks([(span[0] + span[-1]) / 2 for span in wide.values()], list(wide))
+    for span in spans.values():
+        axes.axvline(span[0] - 0.5, color="white", linewidth=0.8)
     axes.set_ylabel("GiB on the device")
     axes.set_title(
         f"rank {plan.rank} of {plan.world.size}, {plan.seq_len:,} tokens: tensors of one step"
     )
-    axes.legend(loc="upper right", fontsize="small")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     axes.margins(x=0)
     try:
         figure.savefig(path, dpi=120)

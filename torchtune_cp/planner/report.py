@@ -27,6 +27,10 @@ def _rows(rows: list[tuple[str, ...]]) -> list[str]:
     ]
 
 
+def _seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 1 else f"{time * 1e3:,.2f} ms"
+
+
 def as_table(plan: Plan, seq_source: str) -> str:
     """The plan for people.
 
@@ -78,9 +82,9 @@ def as_table(plan: Plan, seq_source: str) -> str:
         ),
         "",
         "Estimated step"
-        f": {time.total:,.2f} s, {plan.tokens_per_second:,.0f} tokens/s a device, MFU {time.mfu:.1%}"
-        f" (products and attention {time.compute:,.2f} s, memory-bound operators {time.memory:,.2f} s,"
-        f" waiting for other ranks {time.waiting:,.2f} s, beside it {time.beside:,.2f} s)",
+        f": {_seconds(time.total)}, {plan.tokens_per_second:,.0f} tokens/s a device, MFU {time.mfu:.1%}"
+        f" (products and attention {_seconds(time.compute)}, memory-bound operators {_seconds(time.memory)},"
+        f" waiting for other ranks {_seconds(time.waiting)}, beside it {_seconds(time.beside)})",
     ]
     lines += [f"Note: {note}." for note in plan.notes]
     return "\n".join(lines)
