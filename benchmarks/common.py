@@ -172,7 +172,12 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def our_training(
-    seq_len: int, cp: int, compiled: bool = False, checkpointing: bool = False
+    seq_len: int,
+    cp: int,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    mlp_tile_tokens: int | None = None,
+    loss: dict[str, Any] | None = None,
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
     """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward."""
     from functools import partial
@@ -184,11 +189,13 @@ def our_training(
     from torchtune_cp.models.llama3 import llama3
     from torchtune_cp.training import LinearCrossEntropyLoss
     from torchtune_cp.training.compile import compile_layers
-    from torchtune_cp.training.memory import apply_activation_checkpointing
+    from torchtune_cp.training.memory import apply_activation_checkpointing, apply_tiled_mlp
 
     meshes = Meshes.build(ParallelDims(1, 1, cp, 1, cp), "cpu")
     with torch.device("meta"):
         model = llama3(**MODEL)
+    if mlp_tile_tokens is not None:
+        apply_tiled_mlp(model, mlp_tile_tokens)
     if checkpointing:
         apply_activation_checkpointing(model)
     if compiled:
@@ -197,7 +204,7 @@ def our_training(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     init = lambda name, tensor, g: init_tensor_(name, tensor, g, model.config)  # noqa: E731
     materialize(model, RandomSource(0, shapes, init), torch.device("cpu"))
-    loss_fn = LinearCrossEntropyLoss(num_output_chunks=16)
+    loss_fn = LinearCrossEntropyLoss(**(loss or {"num_output_chunks": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = real_tokens(seq_len)
     labels = torch.cat([tokens[:, 1:], tokens.new_full((1, 1), -100)], dim=1)
