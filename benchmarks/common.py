@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,14 @@ def write_results(name: str, results: Any) -> None:
 
 
 def _serve(
-    rank: int, world: int, threads: int, folder: str, build: Any, args: Any, pipe: Any
+    rank: int, world: int, threads: int, folder: str, build: Any, args: Any, kwargs: Any, pipe: Any
 ) -> None:
     torch.set_num_threads(threads)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
-    step = build(*args)
+    step = build(*args, **kwargs)
     pipe.send("ready")
     while (command := pipe.recv()) != "stop":
         start = time.perf_counter()
@@ -98,6 +98,7 @@ class Contender:
         threads: Threads of each.
         build: Called on each process; returns the function that makes a step.
         args: Arguments of ``build``.
+        kwargs: Keyword arguments of ``build``.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Contender:
     threads: int
     build: Callable[..., Callable[[str], Any]]
     args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> None:
         """Start the processes and wait until each has built its model."""
@@ -117,7 +119,8 @@ class Contender:
             process = context.Process(
                 target=_serve,
                 args=(
-                    rank, self.world, self.threads, self._folder.name, self.build, self.args, theirs,
+                    rank, self.world, self.threads, self._folder.name, self.build, self.args,
+                    self.kwargs, theirs,
                 ),
                 daemon=True,
             )  # fmt: skip
@@ -171,6 +174,13 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 # --- our own step, as the recipe makes it --------------------------------------------------------
 
 
+def one_document(seq_len: int) -> dict[str, torch.Tensor]:
+    """A batch of one real text of ``seq_len`` tokens."""
+    tokens = real_tokens(seq_len)
+    labels = torch.cat([tokens[:, 1:], tokens.new_full((1, 1), -100)], dim=1)
+    return {"tokens": tokens, "labels": labels, "input_pos": torch.arange(seq_len)[None]}
+
+
 def our_training(
     seq_len: int,
     cp: int,
@@ -178,8 +188,13 @@ def our_training(
     checkpointing: bool = False,
     mlp_tile_tokens: int | None = None,
     loss: dict[str, Any] | None = None,
+    make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
+    **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
-    """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward."""
+    """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward.
+
+    ``make_batch`` gives the batch that all steps take, ``options`` are for ``context_parallel``.
+    """
     from functools import partial
 
     from torchtune_cp.checkpointing.sources import RandomSource
@@ -206,23 +221,22 @@ def our_training(
     materialize(model, RandomSource(0, shapes, init), torch.device("cpu"))
     loss_fn = LinearCrossEntropyLoss(**(loss or {"num_output_chunks": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = real_tokens(seq_len)
-    labels = torch.cat([tokens[:, 1:], tokens.new_full((1, 1), -100)], dim=1)
-    batch = {"tokens": tokens, "labels": labels, "input_pos": torch.arange(seq_len)[None]}
+    batch = make_batch(seq_len)
+    scale = cp / int((batch["labels"] != -100).sum())
 
     def forward_backward() -> None:
-        with context_parallel(meshes.cp, batch) as local:
+        with context_parallel(meshes.cp, batch, **options) as local:
             head = partial(loss_fn, labels=local["labels"])
             loss = model(local["tokens"], local["input_pos"], output_fn=head)
-            (loss * (cp / (seq_len - 1))).backward()
+            (loss * scale).backward()
 
     return model, optimizer, forward_backward
 
 
-def build_ours(
-    seq_len: int, cp: int, compiled: bool = False, checkpointing: bool = False
-) -> Callable[[str], Any]:
+def build_ours(seq_len: int, cp: int, *settings: bool, **options: Any) -> Callable[[str], Any]:
     """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
+
+    Further arguments are those of :func:`our_training`.
 
     The returned function takes ``"step"`` (returns this process's peak resident bytes) or
     ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
@@ -230,7 +244,7 @@ def build_ours(
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.metrics import peak_memory_bytes
 
-    _, optimizer, forward_backward = our_training(seq_len, cp, compiled, checkpointing)
+    _, optimizer, forward_backward = our_training(seq_len, cp, *settings, **options)
 
     def step(command: str) -> Any:
         result = None

@@ -123,6 +123,8 @@ OPTIONS = (
         rounds="fp8",
     ),
     Option("compile", {"compile": True}),
+    Option("method allgather", {"context_parallel_method": "allgather"}, "method"),
+    Option("method ulysses", {"context_parallel_method": "ulysses"}, "method"),
 )
 
 

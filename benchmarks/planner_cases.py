@@ -64,6 +64,8 @@ MORE_OF_TWO = {
         "context_parallel_rotate_method": "alltoall",
     }
     | OFFLOAD,
+    "cp2_kv_allgather": {"context_parallel_dim": 2, "context_parallel_method": "allgather"} | FULL,
+    "cp2_ulysses": {"context_parallel_dim": 2, "context_parallel_method": "ulysses"} | BY_OP,
     "cp2_own_groups": {
         "context_parallel_dim": 2,
         "custom_sharded_layers": ["tok_embeddings", "output", "layers.1.mlp"],
@@ -81,6 +83,13 @@ MORE_OF_TWO = {
 MORE_OF_FOUR = {
     "dp2_cp2": {"context_parallel_dim": 2},
     "dp2_cp2_full_offload": {"context_parallel_dim": 2, "batch_size": 2} | FULL | OFFLOAD,
+    "cp4_rings_of_ulysses": {
+        "context_parallel_dim": 4,
+        "context_parallel_method": "ulysses",
+        "context_parallel_ulysses_dim": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }
+    | FULL,
     "hsdp_cp2_in_backward": {
         "context_parallel_dim": 2,
         "data_parallel_replicate_dim": 2,

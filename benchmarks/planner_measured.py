@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
+from torchtune_cp.planner.methods import BODIES
 from torchtune_cp.training import setup
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.train_step import TrainStep
@@ -38,6 +39,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        if func.namespace == "torchtune_cp":
+            with self:  # an operator of the project's own: look at what it consists of
+                return BODIES[func._overloadpacket.__name__](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, AsyncCollectiveTensor):
@@ -82,6 +86,11 @@ class Watch(TorchDispatchMode):
             tensors = args[0] if name == "allreduce_" else [args[0]]
             size = group(args[1] if name == "allreduce_" else args[2]).size()
             kind, sent = "all_reduce", 2 * sum(map(nbytes, tensors)) * (size - 1) / size
+        elif name == "alltoall_base_":
+            _, tensor, ranks, _, sizes = args[:5]
+            members = group(ranks)
+            mine = sizes[members.rank()] if sizes else tensor.numel() // members.size()
+            kind, sent = "all_to_all", (tensor.numel() - mine) * tensor.element_size()
         elif name == "all_to_all_single":
             tensor, _, splits, ranks = args
             members = group(ranks)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_cp.config.combinations import (
-    NOT_YET,
     combination_problems,
     degrees_problem,
     tensor_parallel_problems,
@@ -18,7 +17,6 @@ from torchtune_cp.config.combinations import (
 
 #: One example for every sentence that a rule can say.
 EXAMPLES: tuple[Mapping[str, Any], ...] = (
-    {"dataset": {"packed": True}},
     {"run_val_every_n_steps": 5, "dataset_val": None},
     {"keep_best": True, "run_val_every_n_steps": None},
     {"loss": {"ignore_index": -1}},
@@ -31,6 +29,12 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
         "context_parallel_rotate_method": "alltoall",
     },
     {"ac_mode": "selective", "ac_option": "op_kv", "compile": True},
+    {"context_parallel_ulysses_dim": 2, "context_parallel_method": "ring"},
+    {
+        "context_parallel_ulysses_dim": 2,
+        "context_parallel_method": "ulysses",
+        "context_parallel_dim": 3,
+    },
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
     {"optimizer_in_bwd": True, "on_nonfinite": "skip"},
@@ -72,13 +76,10 @@ def _spelt(values: Mapping[str, Any], prefix: str = "") -> str:
 
 def refusals() -> list[tuple[str, str]]:
     """What is refused: an example, and what the rules say about it."""
-    unavailable = {rule.key for rule in NOT_YET}
     lines = []
     for values in EXAMPLES:
         said = combination_problems(values)
-        # An option that is not available at all stands in the list of those.
-        said = [s for s in said if s.partition(":")[0] not in unavailable]
-        if said and not unavailable & values.keys():
+        if said:
             lines.append((_spelt(values), "; ".join(said)))
     eight = degrees_problem(_DEGREES, 8)
     assert eight is not None
@@ -89,13 +90,7 @@ def refusals() -> list[tuple[str, str]]:
 
 
 def render_refusals() -> str:
-    """Lay out the refused combinations and the options that are not available, as Markdown."""
+    """Lay out the refused combinations as Markdown."""
     lines = ["| together | refused with |", "| --- | --- |"]
     lines += [f"| {example} | {said.replace('|', chr(92) + '|')} |" for example, said in refusals()]
-    if NOT_YET:
-        keys = ", ".join(f"`{rule.key}`" for rule in NOT_YET)
-        lines += [
-            "",
-            f"Not available at all, and refused with any other value than the default: {keys}.",
-        ]
     return "\n".join([*lines, ""])

@@ -44,6 +44,7 @@ from torchtune_cp.training.setup import (
 )
 from torchtune_cp.training.step import (
     count_label_tokens,
+    imbalance_over,
     max_over,
     sum_over,
     to_device,
@@ -81,7 +82,6 @@ def main(cfg: FullFinetuneConfig) -> None:
         tokenizer=tokenizer,
         meshes=meshes,
         seed=seed,
-        max_tokens=model.config.sliding_window,
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)
@@ -158,6 +158,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                 at.advance()
 
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
+                imbalance = imbalance_over(meshes.loss, grads.attention_pairs, device=device)
                 seconds = timer.stop()
                 report.step(
                     step=at.step,
@@ -168,6 +169,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                     tokens=int(grads.tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
+                    attention_imbalance=imbalance,
                     memory=memory_stats(device),
                     nonfinite_steps=None if totals.finite else nonfinite.count,
                 )

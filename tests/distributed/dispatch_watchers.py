@@ -9,6 +9,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_cp.distributed.context_parallel import ops
+
+#: Operators that torch does not look into, and what they do: a mode sees the latter.
+_OPAQUE = {
+    getattr(torch.ops.torchtune_cp, name).default: function
+    for name, function in {
+        "attention": ops.attend,
+        "attention_backward": ops.attend_backward,
+        "to_heads": ops.to_heads,
+        "to_heads_backward": ops.to_heads_backward,
+        "to_tokens": ops.to_tokens,
+        "to_tokens_backward": ops.to_tokens_backward,
+    }.items()
+}
+
 
 class _BelowDTensor(TorchDispatchMode):
     """Sees the operators on local tensors that DTensor's dispatcher runs, not those on DTensors."""
@@ -16,6 +31,9 @@ class _BelowDTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        if func in _OPAQUE:
+            with self:
+                return _OPAQUE[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.saw(func, args, out)
         return out
@@ -25,6 +43,11 @@ class _BelowDTensor(TorchDispatchMode):
 
 
 _SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def _group_of(args: Any) -> Any:
+    (group,) = (a for a in args if isinstance(a, torch.ScriptObject))
+    return torch.distributed.ProcessGroup.unbox(group)
 
 
 class BytesSent(_BelowDTensor):
@@ -45,6 +68,12 @@ class BytesSent(_BelowDTensor):
             kept = splits[rank] if splits else tensor.size(0) // torch.distributed.get_world_size()
             row = math.prod(tensor.shape[1:]) * tensor.itemsize
             self._add(name, (tensor.size(0) - kept) * row)
+        elif name == "_allgather_base_":
+            tensor, group = args[1], _group_of(args)
+            self._add(name, tensor.numel() * tensor.itemsize * (group.size() - 1))
+        elif name == "alltoall_base_":
+            tensor, group, splits = args[1], _group_of(args), args[4]
+            self._add(name, (tensor.numel() - splits[group.rank()]) * tensor.itemsize)
         elif func.namespace in ("_c10d_functional", "c10d") and name not in _SENDS_NOTHING:
             raise AssertionError(f"a collective that this counter does not know: {func}")
 

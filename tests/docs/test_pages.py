@@ -15,7 +15,6 @@ from benchmarks import tables
 from tests.docs import config_rows
 from tests.docs.pages import CHECKOUT, PAGES, name_of
 from torchtune_cp import __version__, distributed
-from torchtune_cp.config.combinations import NOT_YET
 from torchtune_cp.config.torchtune_names import ALIASES
 from torchtune_cp.distributed import fsdp
 
@@ -46,20 +45,6 @@ def test_the_config_page_has_every_key_with_its_type_and_default_and_no_other() 
     section = text.partition("## Every key")[2].partition("\n## ")[0]
     shown = {key: (kind, default) for key, kind, default, _ in _ROW.findall(section)}
     assert shown == config_rows.rows()
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/from_torchtune.md", "docs/config.md"])
-def test_what_is_not_available_is_what_the_schema_refuses(page: str) -> None:
-    text = _text(page)
-    for rule in NOT_YET:
-        if page == "docs/from_torchtune.md" and rule.key == "context_parallel_method":
-            continue  # no key of torchtune's
-        assert f"`{rule.key}`" in text, rule.key
-    if page == "docs/config.md":
-        rows = {key: meaning for key, _, _, meaning in _ROW.findall(text)}
-        marked = {key for key, meaning in rows.items() if meaning.startswith("not available yet")}
-        only = {key for key, meaning in rows.items() if re.match(r"only .* available", meaning)}
-        assert marked | only == {rule.key for rule in NOT_YET}
 
 
 def _exists(dotted: str) -> bool:

@@ -11,7 +11,8 @@ from benchmarks.planner_cases import FOUR, MORE_OF_FOUR, MORE_OF_TWO, TWO
 from benchmarks.tables import with_tables
 from tests.distributed.harness import run_ranks
 
-TOLERANCE = 0.001  # the aim is 0.05
+# The aim is 0.05. What is missing are index tensors of document layouts, 24 bytes a token at most.
+TOLERANCE = 0.003
 
 
 @pytest.mark.distributed

@@ -1,4 +1,4 @@
-"""Which config values cannot stand together, and which are not available yet.
+"""Which config values cannot stand together.
 
 The one place for these rules. They look at checked values of the right type (see
 :mod:`torchtune_cp.config.schema`) and return one line a problem, naming the key to change.
@@ -7,58 +7,7 @@ The one place for these rules. They look at checked values of the right type (se
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """A key that is known but whose feature has not landed; delete the rule when it lands.
-
-    Attributes:
-        key: The config key.
-        off: The values that leave the feature off, which are accepted.
-        feature: What the key would switch on.
-    """
-
-    key: str
-    off: tuple[Any, ...]
-    feature: str
-
-    def problem(self, value: Any) -> str | None:
-        """Return what to say about a value, None when it leaves the feature off."""
-        if value in self.off:
-            return None
-        return (
-            f"{self.key}: {value!r} asks for {self.feature}, which is not available in this"
-            f" version; set {self.key}={_spelt(self.off[0])}"
-        )
-
-
-def _spelt(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
-
-
-NOT_YET: tuple[NotYet, ...] = (
-    NotYet("context_parallel_method", ("ring",), "another attention method"),
-)
-
-_PACKED_NOT_YET = "asks for packed documents, which are not available in this version; set"
-
-
-def _packed(values: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("dataset", "dataset_val"):
-        value = values.get(key)
-        nodes = (
-            {f"{key}.{i}": v for i, v in enumerate(value)}
-            if isinstance(value, list)
-            else {key: value}
-        )
-        for name, node in nodes.items():
-            if isinstance(node, Mapping) and node.get("packed"):
-                yield f"{name}.packed: {node['packed']!r} {_PACKED_NOT_YET} {name}.packed=false"
 
 
 def _validation(values: Mapping[str, Any]) -> Iterator[str]:
@@ -97,12 +46,26 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
         return
     if not str(option).isdigit() and option not in ("op", "op_kv"):
         yield f"ac_option: expected one of {_AC_OPTIONS}, got {option!r}"
-    if option == "op_kv" and values.get("context_parallel_rotate_method") == "alltoall":
+    passed_on = values.get("context_parallel_rotate_method") == "alltoall"
+    if option == "op_kv" and passed_on and values.get("context_parallel_method") != "allgather":
         # Passed round the ring, the keys and values are never all there to be kept.
         yield "context_parallel_rotate_method: must be allgather with ac_option=op_kv"
     if option == "op_kv" and _compiles(values):
         # The buffer is handed from forward to backward outside of the compiled graph.
         yield "compile: must be false with ac_option=op_kv; ac_option=op can be compiled"
+
+
+def _ulysses(values: Mapping[str, Any]) -> Iterator[str]:
+    parts, degree = values.get("context_parallel_ulysses_dim"), values.get("context_parallel_dim")
+    if parts is None:
+        return
+    if values.get("context_parallel_method") != "ulysses":
+        yield (
+            f"context_parallel_ulysses_dim: {parts} needs context_parallel_method=ulysses;"
+            " set it to null"
+        )
+    elif degree is not None and degree % parts:
+        yield f"context_parallel_ulysses_dim: {parts} does not divide context_parallel_dim={degree}"
 
 
 def _ignored_labels(values: Mapping[str, Any]) -> Iterator[str]:
@@ -173,9 +136,9 @@ def _tensor_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
-    _packed,
     _validation,
     _activation_checkpointing,
+    _ulysses,
     _ignored_labels,
     _optimizer_in_backward,
     _tiled_mlp,
@@ -243,12 +206,7 @@ def combination_problems(values: Mapping[str, Any], world_size: int | None = Non
             of their own may be missing: the rules that need them are then skipped.
         world_size: The number of processes of the run, None while it is not known.
     """
-    problems = []
-    for rule in NOT_YET:
-        if rule.key in values:
-            problem = rule.problem(values[rule.key])
-            if problem:
-                problems.append(problem)
+    problems: list[str] = []
     for combination in COMBINATIONS:
         problems += combination(values)
     if world_size is not None and all(key in values for key in _DEGREES):

@@ -112,6 +112,7 @@ class FullFinetuneConfig:
         "allgather"
     )
     context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
+    context_parallel_ulysses_dim: Annotated[int | None, _AtLeastOne] = None
     tensor_parallel_dim: Annotated[int, _AtLeastOne] = 1
     tensor_parallel_plan: Annotated[DictConfig | None, Rule(positional=1)] = None
     data_parallel_shard_dim: Annotated[int, Rule(low=1, also=(-1,))] = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers import __version__ as tokenizers_version
 from tokenizers.processors import ByteLevel
 
 from torchtune_cp.data.chat_templates import find_chat_template, render_chat
@@ -264,6 +266,18 @@ class HFTokenizer:
                 "tokenizer.chat_template"
             )
         return content
+
+    def fingerprint(self) -> str:
+        """A hash of all that token ids depend on: what the files say, not where they lie."""
+        parts = {
+            "library": tokenizers_version,
+            "tokenizer": self._tokenizer.to_str(),
+            "special_tokens": self.special_tokens,
+            "special_ids": sorted(self._special_ids),
+            "bos_eos": [self.bos_id, self.eos_id, self.adds_bos],
+            "chat_template": self.chat_template,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def files(self) -> list[Path]:
         """The tokenizer files that this tokenizer was read from ([] when it was built in memory)."""

@@ -3,6 +3,7 @@
 from torchtune_cp.datasets.alpaca import alpaca_cleaned_dataset, alpaca_dataset
 from torchtune_cp.datasets.chat import chat_dataset
 from torchtune_cp.datasets.instruct import instruct_dataset
+from torchtune_cp.datasets.packed import PackedDataset, PackStats
 from torchtune_cp.datasets.protein import protein_dataset
 from torchtune_cp.datasets.sft import DatasetStats, SFTDataset
 from torchtune_cp.datasets.text_completion import text_completion_dataset
@@ -10,6 +11,8 @@ from torchtune_cp.datasets.text_folder import text_folder_dataset
 
 __all__ = [
     "DatasetStats",
+    "PackStats",
+    "PackedDataset",
     "SFTDataset",
     "alpaca_cleaned_dataset",
     "alpaca_dataset",

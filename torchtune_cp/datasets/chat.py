@@ -16,11 +16,10 @@ from torchtune_cp.data.messages import (
     with_system_prompt,
 )
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
     SFTDataset,
-    dataset_from_source,
-    refuse_packed,
     require_column,
 )
 from torchtune_cp.errors import UserError
@@ -99,13 +98,15 @@ def chat_dataset(
     masking_strategy: str | None = None,
     new_system_prompt: str | None = None,
     packed: bool = False,
+    split_across_pack: bool = False,
+    packing_strategy: str = "greedy",
     split: str = "train",
     max_seq_len: int | None = None,
-    overlong: str = "truncate",
+    overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Conversations of one or more turns, written out by the tokenizer's chat template.
 
     Of a turn that is trained on, its content and its end-of-turn token are; never its header. See
@@ -121,10 +122,14 @@ def chat_dataset(
         masking_strategy: The same choice by name: "train_on_all", "train_on_assistant", or
             "train_on_last" (only the assistant's last turn).
         new_system_prompt: A system turn put first, in place of any the data has.
-        packed: torchtune's packing; only False at present.
+        packed: Put several into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether one may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
         split: Part of the data, such as "train" or "train[:95%]".
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
-        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        overlong: What to do with longer ones: "truncate" (the default), "split", "drop", "error"; packed:
+            "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for malformed conversations and those the template refuses.
         max_rows: Read only the first so many rows.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
@@ -132,7 +137,6 @@ def chat_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
-    refuse_packed(packed)
     if conversation_style not in CONVERSATION_STYLES:
         raise UserError(
             f"dataset.conversation_style={conversation_style!r} is not known; allowed: "
@@ -155,6 +159,9 @@ def chat_dataset(
         max_rows=max_rows,
         max_seq_len=max_seq_len,
         overlong=overlong,
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

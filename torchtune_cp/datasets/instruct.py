@@ -8,11 +8,10 @@ from typing import Any
 from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.chat import MessagesReader
+from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
     SFTDataset,
-    dataset_from_source,
-    refuse_packed,
     require_text,
 )
 from torchtune_cp.errors import UserError
@@ -68,13 +67,15 @@ def instruct_dataset(
     masking_strategy: str | None = None,
     new_system_prompt: str | None = None,
     packed: bool = False,
+    split_across_pack: bool = False,
+    packing_strategy: str = "greedy",
     split: str = "train",
     max_seq_len: int | None = None,
-    overlong: str = "truncate",
+    overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Prompts and answers, written out as conversations of one turn each by the chat template.
 
     Args:
@@ -85,10 +86,14 @@ def instruct_dataset(
         train_on_input: True trains on the prompt as well; False (or nothing given) on the answer.
         masking_strategy: The same choice by name; see `chat_dataset`.
         new_system_prompt: A system turn put first.
-        packed: torchtune's packing; only False at present.
+        packed: Put several rows into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether a row may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
         split: Part of the data, such as "train" or "train[:95%]".
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
-        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        overlong: What to do with longer ones: "truncate" (the default), "split", "drop", "error"; packed:
+            "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for rows with a missing, null or wrongly typed field.
         max_rows: Read only the first so many rows.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
@@ -96,7 +101,6 @@ def instruct_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
-    refuse_packed(packed)
     columns = resolve_columns(
         column_map, {"input": "input", "output": "output"}, required=("input", "output")
     )
@@ -112,6 +116,9 @@ def instruct_dataset(
         max_rows=max_rows,
         max_seq_len=max_seq_len,
         overlong=overlong,
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

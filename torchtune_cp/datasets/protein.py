@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtune_cp.data.tokenizer import HFTokenizer
-from torchtune_cp.datasets.sft import SFTDataset, refuse_packed, sequence_limit
+from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
+from torchtune_cp.datasets.sft import SFTDataset
 from torchtune_cp.datasets.text_completion import TextReader
 from torchtune_cp.errors import UserError
 
@@ -72,35 +73,44 @@ def protein_dataset(
     path: str,
     max_seq_len: int | None = None,
     *,
-    overlong: str = "truncate",
+    overlong: str | None = None,
     add_eos: bool = True,
     min_tokens: int = 0,
     max_rows: int | None = None,
     on_bad_row: str = "error",
     packed: bool = False,
-) -> SFTDataset:
+    split_across_pack: bool = False,
+    packing_strategy: str = "greedy",
+) -> SFTDataset | PackedDataset:
     """Every protein of a FASTA file as one sample; every residue is trained on.
 
     Args:
         tokenizer: Turns a sequence into tokens.
         path: A FASTA file, or FASTA.gz.
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
-        overlong: What to do with longer proteins: "truncate", "split", "drop" or "error".
+        overlong: What to do with longer ones: "truncate" (the default), "split", "drop", "error"; packed:
+            "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         add_eos: End each protein with the end-of-text token.
         min_tokens: Leave out shorter proteins.
         max_rows: Use only the first so many proteins.
         on_bad_row: "error" or "skip".
-        packed: Only False at present.
+        packed: Put several proteins into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether one may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
 
     Raises:
         UserError: The file cannot be read, or holds no record.
     """
-    refuse_packed(packed)
-    return SFTDataset(
+    return sft_or_packed(
         FastaRows(path),
         TextReader(tokenizer, "sequence", add_eos),
-        max_seq_len=sequence_limit(max_seq_len, tokenizer),
+        tokenizer,
+        max_seq_len=max_seq_len,
         overlong=overlong,
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_rows,

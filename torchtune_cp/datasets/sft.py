@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune_cp.data.tokenizer import HFTokenizer
-from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.source import Rows
 from torchtune_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -218,6 +218,10 @@ class SFTDataset(Dataset):
             return f"file {name_of(index)}"
         return f"row {index} of {self._name}"
 
+    def place_of(self, index: int) -> str:
+        """How messages name sample `index`: by its row or file."""
+        return self._place(self._sample_row[index])
+
     @property
     def stats(self) -> DatasetStats:
         """What became of the rows; `truncated` counts those read so far in this process."""
@@ -293,47 +297,9 @@ class SFTDataset(Dataset):
         self._truncated_rows.add(row)
 
 
-def dataset_from_source(
-    reader: RowReader,
-    tokenizer: HFTokenizer,
-    *,
-    source: str,
-    split: str,
-    max_rows: int | None,
-    max_seq_len: int | None,
-    overlong: str,
-    on_bad_row: str,
-    load_dataset_kwargs: Mapping[str, Any],
-) -> SFTDataset:
-    """Load the rows of a source and make a dataset of them; see `load_rows` and `SFTDataset`."""
-    rows = load_rows(source, split=split, max_rows=max_rows, **load_dataset_kwargs)
-    return SFTDataset(
-        rows,
-        reader,
-        max_seq_len=sequence_limit(max_seq_len, tokenizer),
-        overlong=overlong,
-        on_bad_row=on_bad_row,
-        name=describe_source(source, load_dataset_kwargs),
-        blank_lines=count_blank_lines(source, load_dataset_kwargs.get("data_files")),
-    )
-
-
 def sequence_limit(max_seq_len: int | None, tokenizer: HFTokenizer) -> int | None:
     """The dataset's own `max_seq_len`, or else the tokenizer's."""
     return tokenizer.max_seq_len if max_seq_len is None else max_seq_len
-
-
-def refuse_packed(packed: bool) -> None:
-    """Stop a config that asks for packing.
-
-    Raises:
-        UserError: When `packed` is true.
-    """
-    if packed:
-        raise UserError(
-            "dataset.packed=true is not available yet: packing needs document masks under context "
-            "parallelism, a later milestone; set packed: false"
-        )
 
 
 def require_text(row: Mapping[str, Any], column: str, key: str) -> str:

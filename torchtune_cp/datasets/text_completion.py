@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
     SFTDataset,
-    dataset_from_source,
-    refuse_packed,
     require_text,
 )
 
@@ -44,12 +43,13 @@ def text_completion_dataset(
     split_across_pack: bool = True,
     split: str = "train",
     *,
+    packing_strategy: str = "greedy",
     max_seq_len: int | None = None,
-    overlong: str = "truncate",
+    overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
     **load_dataset_kwargs: Any,
-) -> SFTDataset:
+) -> SFTDataset | PackedDataset:
     """Rows of plain text, each a document of its own.
 
     Args:
@@ -57,11 +57,14 @@ def text_completion_dataset(
         source: "json", "text", "csv" or "parquet" with `data_files`, or a hub data set's name.
         column: Where the text is. Rows whose text is empty or blank are skipped and counted.
         add_eos: End each document with the end-of-text token.
-        packed: torchtune's packing; only False at present.
-        split_across_pack: torchtune's; says how packing cuts, so without packing it does nothing.
+        packed: Put several rows into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether one may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
         split: Part of the data, such as "train" or "train[:95%]".
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
-        overlong: What to do with longer ones: "truncate", "split", "drop", "error"; see `SFTDataset`.
+        overlong: What to do with longer ones: "truncate" (the default), "split", "drop", "error"; packed:
+            "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for rows whose text is missing, null or not a string.
         max_rows: Read only the first so many rows.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
@@ -69,7 +72,6 @@ def text_completion_dataset(
     Raises:
         UserError: When the data cannot be read or a row is malformed.
     """
-    refuse_packed(packed)
     return dataset_from_source(
         TextReader(tokenizer, column, add_eos),
         tokenizer,
@@ -78,6 +80,9 @@ def text_completion_dataset(
         max_rows=max_rows,
         max_seq_len=max_seq_len,
         overlong=overlong,
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtune_cp.data.tokenizer import HFTokenizer
-from torchtune_cp.datasets.sft import SFTDataset, refuse_packed, sequence_limit
+from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
+from torchtune_cp.datasets.sft import SFTDataset
 from torchtune_cp.datasets.text_completion import TextReader
 from torchtune_cp.errors import UserError
 
@@ -30,6 +32,15 @@ class FileRows:
         except UnicodeDecodeError as error:
             raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
 
+    def fingerprint(self) -> str:
+        """A hash of the files' paths below the folder and of their contents."""
+        digest = hashlib.sha256()
+        for index, file in enumerate(self._files):
+            # Of each file its own hash: joined contents could be cut in two ways.
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            digest.update(f"{self.name_of(index)}\n{content}\n".encode())
+        return digest.hexdigest()
+
     def name_of(self, index: int) -> str:
         """The file's path below the folder, for messages."""
         return self._files[index].relative_to(self._root).as_posix()
@@ -42,13 +53,15 @@ def text_folder_dataset(
     max_seq_len: int | None = None,
     split: str = "train",
     *,
-    overlong: str = "split",
+    overlong: str | None = None,
     add_eos: bool = True,
     min_tokens: int = 0,
     max_files: int | None = None,
     on_bad_row: str = "error",
     packed: bool = False,
-) -> SFTDataset:
+    split_across_pack: bool = True,
+    packing_strategy: str = "greedy",
+) -> SFTDataset | PackedDataset:
     """Every file of a folder as one document; needs no network and no download.
 
     Files come in the order of their paths below the folder, the same on every machine.
@@ -62,17 +75,20 @@ def text_folder_dataset(
         split: Part of the files, in the notation of the `datasets` library: "train", "train[:90%]",
             "train[90%:]", "train[5:]". A folder has only the split "train".
         overlong: What to do with longer files: "split" (into consecutive samples, the default: files
-            are long), "truncate", "drop" or "error"; see `SFTDataset`.
+            are long), "truncate", "drop" or "error"; see `SFTDataset`. Packed without
+            `split_across_pack`, "error" is the default.
         add_eos: End each document with the end-of-text token.
         min_tokens: Leave out files with fewer tokens.
         max_files: Use only the first so many files (of those that are long enough).
         on_bad_row: "error" or "skip", for files that are not UTF-8 text.
-        packed: Only False at present.
+        packed: Put several files into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
+        split_across_pack: Packed: whether one may be cut where a pack ends.
+        packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
+            `torchtune_cp.data.packing.pack_documents`.
 
     Raises:
         UserError: When the folder does not exist, no file matches, or a file cannot be read.
     """
-    refuse_packed(packed)
     root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
     if not root.is_dir():
         raise UserError(f"dataset.path={str(path)!r} is not a folder")
@@ -87,11 +103,16 @@ def text_folder_dataset(
         files.update(found)
     ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
     rows = FileRows(root, _select(ordered, split))
-    return SFTDataset(
+    return sft_or_packed(
         rows,
         TextReader(tokenizer, "text", add_eos),
-        max_seq_len=sequence_limit(max_seq_len, tokenizer),
+        tokenizer,
+        max_seq_len=max_seq_len,
         overlong=overlong,
+        overlong_unpacked="split",
+        packed=packed,
+        split_across_pack=split_across_pack,
+        packing_strategy=packing_strategy,
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_files,

@@ -91,6 +91,7 @@ class MetricsFile:
         tokens_per_second: float,
         step_time_s: float,
         peak_memory_bytes: int,
+        attention_imbalance: float | None = None,
         nonfinite_steps: int | None = None,
     ) -> None:
         """Append the line of one optimizer step.
@@ -105,6 +106,7 @@ class MetricsFile:
             tokens_per_second: Over all ranks.
             step_time_s: Seconds.
             peak_memory_bytes: See :func:`torchtune_cp.metrics.memory.peak_memory_bytes`.
+            attention_imbalance: Largest over mean attention FLOPs of the ranks; None leaves it out.
             nonfinite_steps: Steps left out so far, if this is one of them: the line's ``loss`` or
                 ``grad_norm`` is then ``null``. Other lines do not have the field.
         """
@@ -119,6 +121,8 @@ class MetricsFile:
             "step_time_s": step_time_s,
             "peak_memory_bytes": peak_memory_bytes,
         }
+        if attention_imbalance is not None:
+            record["attention_imbalance"] = attention_imbalance
         if nonfinite_steps is not None:
             record["nonfinite_steps"] = nonfinite_steps
         self.write(record)

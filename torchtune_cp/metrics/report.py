@@ -60,6 +60,7 @@ class RunReport:
         seconds: float,
         peak_memory_bytes: int,
         memory: Mapping[str, float],
+        attention_imbalance: float | None = None,
         nonfinite_steps: int | None = None,
     ) -> None:
         """Report an optimizer step.
@@ -74,6 +75,7 @@ class RunReport:
             seconds: Duration of the step.
             peak_memory_bytes: Of the rank with the most.
             memory: Further memory statistics by name, bytes.
+            attention_imbalance: Largest over mean attention FLOPs of the ranks, where it is known.
             nonfinite_steps: Steps left out so far because their loss or gradient was not finite, if
                 this is one of them.
         """
@@ -90,6 +92,7 @@ class RunReport:
             tokens_per_second=rate,
             step_time_s=seconds,
             peak_memory_bytes=peak_memory_bytes,
+            attention_imbalance=attention_imbalance,
             nonfinite_steps=nonfinite_steps,
         )
         self._progress.update(step, loss, rate)
@@ -104,6 +107,8 @@ class RunReport:
                 "step_time_s": seconds,
                 "peak_memory_bytes": peak_memory_bytes,
             }
+            if attention_imbalance is not None:
+                payload["attention_imbalance"] = attention_imbalance
             if nonfinite_steps is not None:
                 payload["nonfinite_steps"] = nonfinite_steps
             self._logger.log_dict(payload | dict(memory if self._log_memory else {}), step)

@@ -73,8 +73,8 @@ class DecoderConfig:
         output_bias: Bias on the attention's output projection.
         mlp_bias: Biases on the three MLP projections.
         qk_norm: RMS norm over each query and key head before the rotation.
-        sliding_window: Window of the pretrained attention in tokens. Attention here is full, so it
-            may not be shorter than `max_seq_len`; kept to be written back to `config.json`.
+        sliding_window: A token attends to itself and the `sliding_window - 1` tokens before it, in every
+            layer; None for all earlier tokens.
         initializer_range: Standard deviation of the random initial weights.
         bos_token_id: Kept for `config.json`; the model does not use it.
         eos_token_id: As `bos_token_id`; some models have several.
@@ -134,12 +134,9 @@ class DecoderConfig:
                 f"head_dim is {self.head_dim}: rotary positions need an even head_dim "
                 "(by default embed_dim / num_heads)"
             )
-        if self.sliding_window is not None and self.sliding_window < self.max_seq_len:
+        if self.sliding_window is not None and self.sliding_window < 1:
             problems.append(
-                f"sliding_window is {self.sliding_window} and max_seq_len is {self.max_seq_len}: "
-                "attention here is full, which equals windowed attention only up to the window; "
-                f"set max_seq_len to {self.sliding_window} or less, or sliding_window to null to "
-                "train with full attention"
+                f"sliding_window is {self.sliding_window}, allowed is 1 or more, or null for none"
             )
         if problems:
             raise ConfigError(problems)

@@ -90,20 +90,29 @@ def _rope_scaling(
     )
 
 
-def _sliding_window(family: str, hf: Mapping[str, Any]) -> int | None:
-    """The window that any of the layers uses."""
+def _sliding_window(family: str, hf: Mapping[str, Any], context: int) -> int | None:
+    """The window of all layers; refused where only some have one that cuts anything."""
     if family not in _SLIDING_WINDOW:
         return None
     if family in _USE_SLIDING_WINDOW_SWITCH and not hf.get("use_sliding_window", False):
         return None
     window: int | None = hf.get("sliding_window", _SLIDING_WINDOW[family])
+    if family not in _USE_SLIDING_WINDOW_SWITCH or window is None:
+        return window
+    layers = hf["num_hidden_layers"]
     layer_types = hf.get("layer_types")
-    if family in _USE_SLIDING_WINDOW_SWITCH:
-        if layer_types is not None:
-            windowed = "sliding_attention" in layer_types
-        else:
-            windowed = hf["num_hidden_layers"] > hf.get("max_window_layers", 28)
+    if layer_types is not None:
+        windowed = layer_types.count("sliding_attention")
+    else:
+        windowed = max(layers - hf.get("max_window_layers", 28), 0)
+    if windowed in (0, layers):
         return window if windowed else None
+    if window < context:
+        raise ConfigError(
+            f"config.json: {windowed} of {layers} layers have a sliding_window of {window}: here all"
+            f" layers have the same attention; give the model max_seq_len={window} or less, or set"
+            " use_sliding_window to false in config.json to train with full attention"
+        )
     return window
 
 
@@ -167,15 +176,7 @@ def decoder_config_from_hf(
         head_dim = hf["hidden_size"] // num_heads
     max_pos = hf.get("max_position_embeddings") or _MAX_POSITION_EMBEDDINGS[family]
     context = max_pos if max_seq_len is None else max_seq_len
-    window = _sliding_window(family, hf)
-    if window is not None and window < context:
-        context_key = "max_position_embeddings" if max_seq_len is None else "max_seq_len"
-        raise ConfigError(
-            f"config.json: sliding_window is {window} and {context_key} is {context}: attention "
-            "here is full, which equals windowed attention only up to the window; give the model "
-            f"max_seq_len={window} or less, or set sliding_window to null in config.json to train "
-            "with full attention"
-        )
+    window = _sliding_window(family, hf, context)
     attention_bias = bool(hf.get("attention_bias", False))
     eos = hf.get("eos_token_id")
     return DecoderConfig(

@@ -18,10 +18,7 @@ def mistral(
     head_dim: int | None = None,
     sliding_window: int | None = None,
 ) -> TransformerDecoder:
-    """Build a Mistral of any size; see `build_decoder` for the arguments.
-
-    Attention is full: a `sliding_window` shorter than `max_seq_len` is refused.
-    """
+    """Build a Mistral of any size; see `build_decoder` for the arguments."""
     return build_decoder(
         "mistral",
         vocab_size=vocab_size,
@@ -40,10 +37,10 @@ def mistral(
 
 
 def mistral_7b() -> TransformerDecoder:
-    """Build Mistral 7B v0.1 with full attention.
+    """Build Mistral 7B v0.1 with full attention, as torchtune does.
 
     Its pretraining saw windows of 4,096 tokens: up to that length this is the pretrained model,
-    beyond it training teaches the weights full attention. Versions 0.2 and 0.3 have no window and
-    another rotary base: build those with `auto_model`.
+    beyond it training teaches the weights full attention. `auto_model` keeps the window. Versions
+    0.2 and 0.3 have no window and another rotary base: build those with `auto_model`.
     """
     return mistral(32_000, 32, 32, 8, embed_dim=4096, intermediate_dim=14_336, max_seq_len=32_768)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.errors import UserError
-from torchtune_cp.models.attention import MultiHeadAttention
+from torchtune_cp.models.attention import MultiHeadAttention, check_window
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
@@ -160,15 +159,10 @@ class TransformerDecoder(nn.Module):
             Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
 
         Raises:
-            UserError: If the sequence is longer than the sliding window of the pretrained model.
+            UserError: The model has a sliding window, and a context that distributes attention was not
+                told of it.
         """
-        window = self.config.sliding_window
-        if window is not None and tokens.shape[1] > window:
-            raise UserError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the model's sliding_window "
-                f"of {window}, and attention here is full; set the tokenizer's max_seq_len to "
-                f"{window} or less"
-            )
+        check_window(self.config.sliding_window)
         hidden = self.tok_embeddings(tokens)
         if input_pos is None:
             input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

@@ -80,6 +80,10 @@ def sent(func: Any, args: tuple[Any, ...]) -> Sent | None:
         row = math.prod(tensor.shape[1:]) * tensor.itemsize
         kept = splits[group.rank()] if splits else tensor.size(0) // group.size()
         return Sent("all_to_all", group, (tensor.size(0) - kept) * row)
+    if name == "alltoall_base_":
+        group, sizes = _group(args[2]), args[4]
+        mine = sizes[group.rank()] if sizes else args[1].numel() // group.size()
+        return Sent("all_to_all", group, (args[1].numel() - mine) * args[1].itemsize)
     if name == "shard_dim_alltoall":
         group = _group(args[3])
         return Sent("all_to_all", group, _bytes(args[0]) / group.size() * (group.size() - 1))

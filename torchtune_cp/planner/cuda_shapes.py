@@ -21,6 +21,10 @@ from torchtune_cp.planner.arithmetic import arguments
 
 aten = torch.ops.aten
 
+_FLASH_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._flash_attention_backward,
+}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -145,12 +149,19 @@ def flash_attention_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str
     Returns:
         0 for all operators but the backward of flash attention.
     """
-    if func._overloadpacket is not aten._scaled_dot_product_flash_attention_backward:
+    if func._overloadpacket not in _FLASH_BACKWARD:
         return 0
     given = arguments(func, args, kwargs)
-    query, key = given["query"], given["key"]
+    if (
+        func._overloadpacket is aten._flash_attention_backward
+    ):  # [tokens, heads, dim] of many segments
+        query, key = (given[name].transpose(0, 1)[None] for name in ("query", "key"))
+        segments = given["cum_seq_q"].numel() - 1
+    else:
+        query, key, segments = given["query"], given["key"], 0
     batch, heads, length, dim = query.shape
-    rounded = -(-length // 128) * 128
+    # Segments follow each other in one buffer with room for the rounding of each.
+    rounded = -(-length // 128) * 128 + 128 * segments
     accumulated = batch * heads * rounded * (-(-dim // 32) * 32) * 4
     row_sums = batch * heads * rounded * 4
     expanded = 0

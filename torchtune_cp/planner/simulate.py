@@ -24,6 +24,7 @@ from torchtune_cp.planner.cuda_shapes import (
     flash_attention_workspace,
     gpu_operators,
 )
+from torchtune_cp.planner.methods import document_attention_seen
 from torchtune_cp.planner.profile import Profile, deeper, layers_to_trace, whole
 from torchtune_cp.planner.torch_private import (
     FakeTensor,
@@ -174,11 +175,6 @@ def simulate(
     Returns:
         The step's trace.
     """
-    if cfg.context_parallel_method != "ring":
-        raise UserError(
-            f"context_parallel_method={cfg.context_parallel_method}: a plan can only be made of ring yet;"
-            " set context_parallel_method=ring"
-        )
     cfg = planned_config(cfg, num_layers)
     separate_host = gpu if separate_host is None else separate_host
     offloads_shards = cfg.fsdp_cpu_offload and separate_host
@@ -187,7 +183,7 @@ def simulate(
         stack.enter_context(real_meshes())
         dims = parallel_dims(cfg)
         meshes = Meshes.build(dims, "cpu")
-        mode = FakeTensorMode()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # layouts of documents are real
         tracker = StepTracker(
             _mesh_names(meshes),
             flash_attention_workspace,
@@ -196,6 +192,7 @@ def simulate(
         )
         if gpu:
             stack.enter_context(gpu_operators())
+        stack.enter_context(document_attention_seen(gpu=gpu))
         stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
         stack.enter_context(unseen_sharding_propagation())
         stack.enter_context(_host_memory(tracker))
@@ -207,11 +204,6 @@ def simulate(
         stack.enter_context(tracker)
 
         model = build_model(cfg, _NoWeights(), meshes, _CPU, seed=0)  # type: ignore[arg-type]
-        window = model.config.sliding_window
-        if window is not None and seq_len > window:
-            raise UserError(
-                f"a sequence of {seq_len} tokens is longer than the model's sliding_window of {window}"
-            )
         optimizer, _, gradient_norm = build_optimizer(cfg, model, total_steps=2)
         if gpu:
             _step_as_on_gpu(optimizer)
@@ -236,6 +228,7 @@ def simulate(
             cfg, model, optimizer, gradient_norm, loss_inside, meshes, dims, device=_CPU
         )
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
+        train.finish()  # what the step before would have left, such as float8's scales
         tracker.start()
         gradients = train.backward(batches)
         step_totals(meshes, gradients.losses, gradients.norm, _CPU)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_cp.planner import arithmetic, communication
+from torchtune_cp.planner import arithmetic, communication, methods
+from torchtune_cp.planner.arithmetic import BACKWARD_PER_PAIR, FORWARD_PER_PAIR
 from torchtune_cp.planner.torch_private import (
     TorchDispatchMode,
     backward_node,
@@ -101,6 +102,7 @@ class StepTracker(TorchDispatchMode):
         self._boundaries: list[int] = [0]
         self._made_in: list[tuple[int, str, str]] = [(-1, "", "")]
         self._host_depth = 0
+        self._inside = 0
         # Sums.
         self._transfers: dict[Transfer, list[float]] = {}
         self._flops: dict[tuple[str, bool], float] = {}
@@ -179,8 +181,8 @@ class StepTracker(TorchDispatchMode):
         if not name.endswith("AccumulateGrad"):
             at = bisect_right(self._boundaries, number) - 1
             layer, path, self._activity_made_in = self._made_in[at]
-            return Place("backward", *self._near(layer, path), self._activity_made_in)
-        return Place("backward", *self._near(-1, ""), self._activity_made_in)
+            return Place("backward", *self._near(layer, path), activity or self._activity_made_in)
+        return Place("backward", *self._near(-1, ""), activity or self._activity_made_in)
 
     def _near(self, layer: int, path: str) -> tuple[int, str]:
         """What runs between modules (FSDP's hooks, checkpointing) belongs to the layer before."""
@@ -200,6 +202,8 @@ class StepTracker(TorchDispatchMode):
             return _some_value(args[0].dtype)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if func.namespace == methods.NAMESPACE:
+            return self._look_inside(func._overloadpacket.__name__, args, kwargs)
         if func is _SET_STORAGE:
             with self._uncached():
                 out = func(*args, **kwargs)
@@ -214,6 +218,22 @@ class StepTracker(TorchDispatchMode):
             self._op += 1
         return out
 
+    def _look_inside(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what an operator of this project consists of; its arithmetic is that of the mask."""
+        counted = {"attention": (FORWARD_PER_PAIR, 0), "attention_backward": (BACKWARD_PER_PAIR, 1)}
+        self._inside += 1
+        try:
+            with self, self.doing("attention"):
+                if self._recording and name in counted:
+                    per_pair, query = counted[name]
+                    _, heads, _, width = args[query].shape
+                    key = name, self._place().again
+                    number = per_pair * heads * width * methods.pairs_of_this_rank()
+                    self._flops[key] = self._flops.get(key, 0.0) + float(number)
+                return methods.BODIES[name](*args, **kwargs)
+        finally:
+            self._inside -= 1
+
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, place: Place
     ) -> None:
@@ -226,13 +246,14 @@ class StepTracker(TorchDispatchMode):
                 total[0] += sent.bytes
                 total[1] += 1
             return
+        extra = self._workspace(func, args, kwargs)
+        if extra:
+            self._extra[self._op] = extra
         counted = arithmetic.flops(func, args, kwargs, out)
         if counted is not None:
             kind, number = counted
-            self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
-            extra = self._workspace(func, args, kwargs)
-            if extra:
-                self._extra[self._op] = extra
+            if not self._inside:
+                self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
         elif not func.is_view:
             self._moved += _touched(args) + _touched(out)
 

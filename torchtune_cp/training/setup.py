@@ -20,6 +20,7 @@ from torchtune_cp.config import FullFinetuneConfig, component_callable, instanti
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
+from torchtune_cp.distributed.context_parallel.heads import ulysses_degree
 from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
@@ -149,6 +150,27 @@ def build_model(
     return model
 
 
+def ulysses_dim(cfg: FullFinetuneConfig, model: TransformerDecoder) -> int | None:
+    """How many ranks share the attention heads with ``context_parallel_method: ulysses``, else None.
+
+    Args:
+        cfg: The run's config.
+        model: Its numbers of heads decide where the config does not.
+
+    Raises:
+        UserError: The heads cannot be given out to so many ranks.
+    """
+    if cfg.context_parallel_method != "ulysses":
+        return None
+    tp = cfg.tensor_parallel_dim
+    return ulysses_degree(
+        cfg.context_parallel_dim,
+        model.config.num_heads // tp,
+        model.config.num_kv_heads // tp,
+        cfg.context_parallel_ulysses_dim,
+    )
+
+
 def _compiles(setting: bool | DictConfig, part: str) -> bool:
     return bool(setting.get(part, False)) if isinstance(setting, DictConfig) else setting
 
@@ -230,7 +252,6 @@ def build_loader(
     seed: int,
     *,
     validation: bool = False,
-    max_tokens: int | None = None,
 ) -> TokenDataLoader:
     """Build the loader of this rank's data-parallel group; its context-parallel peers read the same.
 
@@ -242,7 +263,6 @@ def build_loader(
         seed: Of the order of samples.
         validation: Read every sample exactly once, in order; training instead leaves out an
             incomplete last global batch.
-        max_tokens: The longest sequence that the model takes, None for any.
 
     Raises:
         UserError: A dataset that cannot be read, or holds less than one global batch.
@@ -250,11 +270,8 @@ def build_loader(
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
     collate = component_callable(cfg.collate_fn)
-    if max_tokens is not None:
-        collate = partial(_collate_at_most, collate, max_tokens)
     if _compiles(cfg.compile, "model"):
-        cuts = [n for n in (max_tokens, getattr(tokenizer, "max_seq_len", None)) if n is not None]
-        collate = bucketed(collate, longest=min(cuts, default=None))
+        collate = bucketed(collate, longest=getattr(tokenizer, "max_seq_len", None))
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
@@ -265,15 +282,3 @@ def build_loader(
         drop_last=not validation,
         collate_fn=collate,
     )
-
-
-def _collate_at_most(collate: Any, max_tokens: int, samples: Any) -> Any:
-    # The model cannot check this itself: under context parallelism it sees a slice.
-    batch = collate(samples)
-    if batch["tokens"].size(1) > max_tokens:
-        raise UserError(
-            f"a sequence of {batch['tokens'].size(1)} tokens is longer than the model's"
-            f" sliding_window of {max_tokens}, and attention here is full; set"
-            f" tokenizer.max_seq_len to {max_tokens} or less"
-        )
-    return batch

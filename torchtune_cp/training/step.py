@@ -98,6 +98,18 @@ def max_over(mesh: DeviceMesh, value: float, device: torch.device) -> float:
     return largest.item()
 
 
+def imbalance_over(mesh: DeviceMesh, work: float, device: torch.device) -> float:
+    """The largest over the mean work of the ranks; 1.0 when all have the same.
+
+    Args:
+        mesh: Its ranks take part.
+        work: This rank's, in any unit.
+        device: Where the process group's collectives run.
+    """
+    (total,) = sum_over(mesh, work, device=device)
+    return max_over(mesh, work, device) * mesh.size() / total if total else 1.0
+
+
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Move a batch's tensors to a device."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.fp8 import precompute_float8_scales
+from torchtune_cp.training.setup import ulysses_dim
 from torchtune_cp.training.step import clip_gradients, count_label_tokens, sum_over, to_device
 
 Batch = dict[str, Tensor]
@@ -29,11 +31,13 @@ class StepGradients:
         tokens: Label tokens of the global step, the denominator of its loss.
         losses: Of each micro-batch, the sum of this rank's token losses.
         norm: The gradient's 2-norm over all ranks, before clipping.
+        attention_pairs: This rank's share of attention, see ``attention_work``.
     """
 
     tokens: float
     losses: list[Tensor]
     norm: Tensor
+    attention_pairs: float
 
 
 @dataclass
@@ -68,6 +72,9 @@ class TrainStep:
         self.cut = partial(
             context_parallel,
             self.meshes.cp,
+            method=self.cfg.context_parallel_method,
+            ulysses_dim=ulysses_dim(self.cfg, self.model),
+            window=self.model.config.sliding_window,
             rotate_method=self.cfg.context_parallel_rotate_method,
             pad_to_multiple_of=self.dims.min_seq_len_divisor,
         )
@@ -92,14 +99,17 @@ class TrainStep:
         (tokens,) = sum_over(self.meshes.dp, count_label_tokens(batches), device=self.device)
         # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
         scale = self.meshes.loss.size() / max(tokens, 1)
-        losses = []
+        losses, work = [], 0.0
         for i, batch in enumerate(batches):
             set_gradient_sync(self.model, i == len(batches) - 1)
             with self.cut(to_device(batch, self.device)) as local:
                 loss = self.slice_loss(local)
                 (loss * scale).backward()
+            work += attention_work(local)
             losses.append(loss.detach())
-        return StepGradients(tokens=tokens, losses=losses, norm=self.gradient_norm())
+        return StepGradients(
+            tokens=tokens, losses=losses, norm=self.gradient_norm(), attention_pairs=work
+        )
 
     def update(self, norm: Tensor) -> None:
         """Clip and step.

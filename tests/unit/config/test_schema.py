@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from torchtune_cp import config
 from torchtune_cp.config import ConfigError, FullFinetuneConfig, to_typed, validate
-from torchtune_cp.config.combinations import NOT_YET, degrees_problem
+from torchtune_cp.config.combinations import degrees_problem
 from torchtune_cp.config.schema import component_problems
 
 from .examples import TORCHTUNE_STYLE, minimal
@@ -24,7 +24,8 @@ context_parallel_dim context_parallel_rotate_method tensor_parallel_dim tensor_p
 data_parallel_shard_dim data_parallel_replicate_dim fsdp_cpu_offload fsdp_reshard_after_forward
 enable_activation_checkpointing enable_activation_offloading mlp_tile_tokens ac_mode ac_option
 enable_fp8_training fp8_recipe_name fp8_emulate custom_sharded_layers
-metric_logger log_every_n_steps log_peak_memory_stats log_level profiler context_parallel_method
+metric_logger log_every_n_steps log_peak_memory_stats log_level profiler
+context_parallel_method context_parallel_ulysses_dim
 """
 
 
@@ -161,37 +162,12 @@ def test_a_misspelt_variable_gets_the_nearest_key() -> None:
     assert line.endswith("did you mean output_dir?")
 
 
-ASKS_FOR = {
-    "context_parallel_method": "ulysses",
-}
-
-
-@pytest.mark.parametrize("rule", NOT_YET, ids=lambda rule: rule.key)
-def test_a_feature_that_is_not_there_yet_is_refused_when_on_and_accepted_when_off(rule) -> None:
-    for off in rule.off:
-        assert problems(**{rule.key: off}) == []
-    (line,) = problems(**{rule.key: ASKS_FOR[rule.key]})
-    assert line.startswith(f"{rule.key}: ")
-    assert "not available in this version" in line
-
-
 def test_checkpoints_are_resumed_from_by_choice_or_by_path() -> None:
     for value in (True, False, "/runs/1/checkpoints/step_8"):
         typed = to_typed(OmegaConf.create(minimal() | {"resume_from_checkpoint": value}))
         assert typed.resume_from_checkpoint == value
     (line,) = problems(resume_from_checkpoint=8)
     assert line == "resume_from_checkpoint: expected true or false or a string, got 8"
-
-
-def test_packed_datasets_are_refused_wherever_they_stand() -> None:
-    packed = {"_component_": "a.b", "packed": True}
-    assert [line.split(":")[0] for line in problems(dataset=packed, dataset_val=packed)] == [
-        "dataset.packed",
-        "dataset_val.packed",
-    ]
-    (line,) = problems(dataset=[{"_component_": "a.b"}, packed])
-    assert line.startswith("dataset.1.packed: ")
-    assert problems(dataset=packed | {"packed": False}) == []
 
 
 def test_values_that_contradict_each_other_are_refused() -> None:

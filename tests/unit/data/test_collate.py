@@ -105,3 +105,49 @@ def test_every_label_stands_one_before_its_token(samples: list[list[int]]) -> No
     rows, places = (labels != IGN).nonzero(as_tuple=True)
     assert torch.equal(labels[rows, places], batch["tokens"][rows, places + 1])
     assert all(batch["tokens"][i, : len(t)].tolist() == t for i, t in enumerate(samples))
+
+
+class TestPacked:
+    def test_labels_and_positions_stop_at_each_documents_end(self) -> None:
+        packed = {**sample([1, 2, 3, 4, 5, 6]), "seq_lens": [3, 1, 2]}
+        batch = collate([packed, {**sample([7, 8]), "seq_lens": [2]}], padding_idx=9)
+        assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5, 6], [7, 8, 9, 9, 9, 9]]
+        assert batch["labels"].tolist() == [
+            [2, 3, IGN, IGN, 6, IGN],
+            [8, IGN, IGN, IGN, IGN, IGN],
+        ]
+        assert batch["input_pos"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]]
+        assert batch["seq_lens"].tolist() == [[3, 1, 2], [2, 0, 0]]
+        assert batch["seq_lens"].dtype == torch.int64
+
+    def test_each_document_has_the_labels_it_has_alone(self) -> None:
+        documents = [[5, 6, 7], [8], [9, 10]]
+        whole = [token for document in documents for token in document]
+        batch = collate([{**sample(whole), "seq_lens": [3, 1, 2]}])
+        alone = [collate([sample(document)]) for document in documents]
+        for key in ("tokens", "labels", "input_pos"):
+            assert batch[key].tolist() == [[n for one in alone for n in one[key][0].tolist()]]
+
+    def test_padding_goes_on_counting_after_the_last_document(self) -> None:
+        batch = collate([{**sample([1, 2, 3]), "seq_lens": [2, 1]}, sample([1] * 5)])
+        assert batch["input_pos"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+    def test_a_plain_sample_among_packed_ones_is_one_document_and_an_empty_one_none(self) -> None:
+        batch = collate([{**sample([1, 2, 3]), "seq_lens": [2, 1]}, sample([4, 5]), sample([])])
+        assert batch["seq_lens"].tolist() == [[2, 1], [2, 0], [0, 0]]
+        assert batch["labels"].tolist() == [[2, IGN, IGN], [5, IGN, IGN], [IGN] * 3]
+        assert "seq_lens" not in collate([sample([4, 5]), sample([])])
+
+    @pytest.mark.parametrize("seq_lens", [[2], [2, 2], [3, 0], []])
+    def test_lengths_that_do_not_add_up_are_refused(self, seq_lens: list[int]) -> None:
+        with pytest.raises(UserError, match="sample 4 has 3 tokens but seq_lens"):
+            collate([{**sample([1, 2, 3]), "seq_lens": seq_lens, "sample_id": 4}])
+
+
+def test_batches_can_be_padded_to_one_length() -> None:
+    batch = collate([{**sample([1, 2, 3]), "seq_lens": [2, 1]}], pad_to=6, padding_idx=9)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[2, IGN, IGN, IGN, IGN, IGN]]
+    assert batch["seq_lens"].tolist() == [[2, 1]]
+    with pytest.raises(UserError, match=r"sample 1 has 3 tokens, more than collate_fn\.pad_to=2"):
+        collate([sample([1]), sample([1, 2, 3])], pad_to=2)

@@ -144,8 +144,6 @@ def test_mistakes_show_before_any_row_is_read(tokenizer: HFTokenizer) -> None:
         UserError, match="conversation_style='chatml' is not known; allowed: openai"
     ):
         chat(tokenizer, "/no/such/file", conversation_style="chatml")
-    with pytest.raises(UserError, match="packed=true is not available yet"):
-        chat(tokenizer, "/no/such/file", packed=True)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="the byte tokenizer has no chat template"):
         chat(tokenizer, "/no/such/file")

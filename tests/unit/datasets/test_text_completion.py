@@ -158,7 +158,7 @@ class TestUnreadableData:
             ({"max_rows": 0}, r"dataset\.max_rows must be 1 or more"),
             ({"streaming": True}, r"dataset\.streaming=true is not supported"),
             ({"colum": "x"}, r"cannot read dataset.*colum"),
-            ({"packed": True}, r"dataset\.packed=true is not available yet.*later milestone"),
+            ({"packed": True}, r"dataset\.packed=true needs the length of a pack.*max_seq_len"),
         ],
     )
     def test_wrong_arguments_are_one_line(

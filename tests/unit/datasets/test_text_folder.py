@@ -114,5 +114,5 @@ def test_wrong_arguments_are_named(tokenizer: HFTokenizer, folder: Path) -> None
         text_folder_dataset(tokenizer, str(folder), ["*.py", "*.rs"])
     with pytest.raises(UserError, match=r"dataset\.max_files must be 1 or more, not 0"):
         text_folder_dataset(tokenizer, str(folder), max_files=0)
-    with pytest.raises(UserError, match="packed=true is not available yet"):
+    with pytest.raises(UserError, match=r"packed=true needs .* tokenizer\.max_seq_len"):
         text_folder_dataset(tokenizer, str(folder), packed=True)

@@ -41,13 +41,14 @@ def test_the_lines_carry_the_agreed_fields(tmp_path):
         tokens_per_second=50.0,
         step_time_s=2.0,
         peak_memory_bytes=1 << 30,
+        attention_imbalance=1.25,
     )
     file.close()
     validation, step = read_metrics(file.path)
     assert list(validation) == ["step", "val_loss", "val_tokens"]
     assert list(step) == [
         *("step", "epoch", "loss", "grad_norm", "lr", "tokens"),
-        *("tokens_per_second", "step_time_s", "peak_memory_bytes"),
+        *("tokens_per_second", "step_time_s", "peak_memory_bytes", "attention_imbalance"),
     ]
 
 

@@ -51,6 +51,7 @@ REFERENCES = {
         },
     ),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral_window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 20}),

@@ -132,15 +132,11 @@ _MISTRAL_V0_1 = {"model_type": "mistral", **_MINIMAL, "max_position_embeddings":
 
 
 @pytest.mark.parametrize("keys", [{"sliding_window": 4096}, {}])
-def test_a_window_shorter_than_the_context_is_refused_unless_the_context_is_cut(keys, tmp_path):
+def test_mistral_has_its_window_whether_or_not_the_file_names_it(keys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**_MISTRAL_V0_1, **keys}))
-    message = "sliding_window is 4096 and max_position_embeddings is 32768"
-    with pytest.raises(ConfigError, match=message):
-        auto_model(tmp_path)
-    with pytest.raises(ConfigError, match="sliding_window is 4096 and max_seq_len is 4097"):
-        auto_model(tmp_path, max_seq_len=4097)
-    model = auto_model(tmp_path, max_seq_len=4096)
-    assert (model.config.max_seq_len, model.config.sliding_window) == (4096, 4096)
+    model = auto_model(tmp_path)
+    assert (model.config.max_seq_len, model.config.sliding_window) == (32768, 4096)
+    assert auto_model(tmp_path, max_seq_len=4096).config.sliding_window == 4096
 
 
 @pytest.mark.parametrize(
@@ -148,19 +144,22 @@ def test_a_window_shorter_than_the_context_is_refused_unless_the_context_is_cut(
     [
         ({"sliding_window": 16}, None),  # the switch is off
         ({"use_sliding_window": True, "sliding_window": 16}, None),  # from layer 28 of 2
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 4096),
         ({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, None),
     ],
 )
 def test_qwen_windows_count_only_where_a_layer_uses_them(keys, window):
     hf = {"model_type": "qwen2", **_MINIMAL, **keys}
-    if window is None:
-        assert decoder_config_from_hf(hf).sliding_window is None
-        return
-    with pytest.raises(ConfigError, match=f"sliding_window is {window}"):
+    assert decoder_config_from_hf(hf).sliding_window == window
+
+
+def test_windows_in_some_of_the_layers_are_refused_beyond_their_length():
+    keys = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    hf = {"model_type": "qwen2", **_MINIMAL, **keys}
+    with pytest.raises(ConfigError, match=r"1 of 2 layers have a sliding_window of 16"):
         decoder_config_from_hf(hf)
-    assert decoder_config_from_hf(hf, max_seq_len=16).sliding_window == window
+    assert decoder_config_from_hf(hf, max_seq_len=16).sliding_window == 16
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchtune_cp.distributed import context_parallel
 from torchtune_cp.errors import ConfigError, UserError
 from torchtune_cp.models import RopeScaling, TiedOutput, TransformerDecoder, init_tensor_
 from torchtune_cp.models.builders import build_decoder
@@ -177,12 +178,30 @@ def test_impossible_rope_scaling_is_refused_by_name(arguments, named):
         RopeScaling(**arguments)
 
 
-def test_a_window_shorter_than_the_context_is_refused():
+def test_a_token_beyond_the_window_of_every_layer_does_not_reach_the_last_one():
     sizes = {**_SMALL, "intermediate_dim": 64}
-    with pytest.raises(ConfigError, match="sliding_window is 64 and max_seq_len is 128"):
-        mistral(**sizes, sliding_window=64)
-    model = mistral(**{**sizes, "max_seq_len": 64}, sliding_window=64)
-    with pytest.raises(
-        UserError, match="65 tokens is longer than the model's sliding_window of 64"
+    with pytest.raises(ConfigError, match="sliding_window is 0"):
+        mistral(**sizes, sliding_window=0)
+    torch.manual_seed(0)
+    model = mistral(**sizes, sliding_window=8)
+    reach = 7 * sizes["num_layers"]
+    tokens = torch.randint(0, sizes["vocab_size"], (1, reach + 2))
+    with torch.no_grad():
+        before = model(tokens)
+        outside, inside = tokens.clone(), tokens.clone()
+        outside[0, 0] += 1 if outside[0, 0] == 0 else -1
+        inside[0, 1] += 1 if inside[0, 1] == 0 else -1
+        assert torch.equal(model(outside)[:, -1], before[:, -1])
+        assert not torch.equal(model(inside)[:, -1], before[:, -1])
+
+
+def test_a_context_that_does_not_know_the_models_window_is_refused():
+    model = mistral(**{**_SMALL, "intermediate_dim": 64}, sliding_window=8)
+    batch = {"tokens": torch.zeros(1, 24, dtype=torch.long), "seq_lens": torch.tensor([[14, 10]])}
+    with (
+        pytest.raises(UserError, match=r"sliding_window is 8.*window=None.*window=8\)"),
+        context_parallel(None, batch) as local,
     ):
-        model(torch.zeros(1, 65, dtype=torch.long))
+        model(local["tokens"], local["input_pos"])
+    with context_parallel(None, batch, window=8) as local:
+        model(local["tokens"], local["input_pos"])

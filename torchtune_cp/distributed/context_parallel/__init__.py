@@ -1,5 +1,16 @@
 """Context parallelism: the seam where a sequence is cut and attention is distributed."""
 
+from torchtune_cp.distributed.context_parallel.balance import (
+    attention_flops,
+    attention_imbalance,
+    attention_work,
+)
 from torchtune_cp.distributed.context_parallel.manager import context_parallel, unshard
 
-__all__ = ["context_parallel", "unshard"]
+__all__ = [
+    "attention_flops",
+    "attention_imbalance",
+    "attention_work",
+    "context_parallel",
+    "unshard",
+]

@@ -5,8 +5,21 @@ Shape legend: b batch, s sequence, L padded sequence, n this rank's slice (L / c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
 import torch
 
+from torchtune_cp.distributed.context_parallel.assignment import (
+    Piece,
+    Placed,
+    assign,
+    pairs_by_rank,
+    placed,
+)
+from torchtune_cp.distributed.context_parallel.balance import attention_pairs
+from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
 from torchtune_cp.errors import UserError
 
 #: The entries of a batch that have a sequence dimension (dimension 1), and what padding is put there.
@@ -36,8 +49,7 @@ def pad_batch(batch: dict[str, torch.Tensor], divisor: int) -> dict[str, torch.T
     Raises:
         UserError: No ``tokens``, or an entry whose shape is not that of ``tokens``.
     """
-    if "tokens" not in batch:
-        raise UserError(f"a batch needs an entry 'tokens' [batch, seq]; given: {sorted(batch)}")
+    check_shapes(batch)
     tokens = batch["tokens"]
     b, s = tokens.shape
     length = padded_length(s, divisor)
@@ -47,11 +59,6 @@ def pad_batch(batch: dict[str, torch.Tensor], divisor: int) -> dict[str, torch.T
         entry = batch.get(key)
         if entry is None:
             continue
-        if entry.shape != tokens.shape:
-            raise UserError(
-                f"batch entry '{key}' has the shape {list(entry.shape)}, but 'tokens' has"
-                f" {list(tokens.shape)}; they are cut together along dimension 1"
-            )
         if key == "input_pos":
             tail = entry[:, -1:] + torch.arange(1, extra + 1, device=entry.device)
         else:
@@ -99,3 +106,190 @@ def consecutive_indices(length: int, cp: int) -> torch.Tensor:
         [cp, length / cp] positions, row r for rank r.
     """
     return torch.arange(length).view(cp, length // cp)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Every row of a batch cut the same way, whatever it holds; what torch's ring attention takes.
+
+    Attributes:
+        seq_len: Tokens of a row before padding.
+        padded_len: Tokens of a row with it, a multiple of ``2 cp``.
+        cp: Context-parallel degree.
+        is_causal: Head-tail order, or consecutive slices.
+        rows: Sequences in the batch.
+        heads_split: 1: every rank has all heads.
+    """
+
+    seq_len: int
+    padded_len: int
+    cp: int
+    is_causal: bool
+    rows: int = 1
+    heads_split: int = 1
+
+    def pairs(self) -> list[int]:
+        """Query-key pairs that are computed, by rank, padding included: all have the same."""
+        length = self.padded_len
+        whole = attention_pairs(0, length, length, AttentionMask(self.is_causal))
+        return [self.rows * whole // self.cp] * self.cp
+
+    def restore(self, slices: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Put all ranks' slices together in the order of the sequence, without the padding.
+
+        Args:
+            slices: By rank, each with ``padded_len / cp`` tokens along ``dim``.
+            dim: The sequence dimension.
+        """
+        layout = head_tail_indices if self.is_causal else consecutive_indices
+        order = torch.argsort(layout(self.padded_len, self.cp).flatten()).to(slices[0].device)
+        return torch.cat(list(slices), dim).index_select(dim, order).narrow(dim, 0, self.seq_len)
+
+
+@dataclass(frozen=True)
+class DocumentLayout:
+    """The documents of all rows as one sequence ``[1, n]`` a rank, without the rows' padding.
+
+    Attributes:
+        documents: The documents of the batch.
+        shape: ``(b, s)`` of the batch.
+        mask: What is attended to within a document.
+        pieces: What each attention rank holds: those of split documents first.
+        heads_split: How many context-parallel ranks share what one attention rank holds, consecutive
+            parts of it outside of attention and parts of the heads inside it (Ulysses); else 1.
+        length: Tokens of one context-parallel rank with the padding at its end.
+        keeps_rows: A single rank has the whole batch, its rows laid end to end, their padding included.
+    """
+
+    documents: tuple[Document, ...]
+    shape: tuple[int, int]
+    mask: AttentionMask
+    pieces: tuple[tuple[Piece, ...], ...]
+    heads_split: int
+    length: int
+    keeps_rows: bool = False
+
+    def placed(self, rank: int) -> list[Placed]:
+        """The pieces of an attention rank and where they lie among its tokens."""
+        if not self.keeps_rows:
+            return placed(self.pieces[rank])
+        return [Placed(p, self.documents[p.document].offset + p.start) for p in self.pieces[rank]]
+
+    def pairs(self) -> list[int]:
+        """Query-key pairs that the mask lets through, by attention rank."""
+        return pairs_by_rank(self.pieces, [d.length for d in self.documents], self.mask)
+
+    @cached_property
+    def indices(self) -> torch.Tensor:
+        """Place in the batch (rows laid end to end) of every token, [cp, length]; -1 for padding."""
+        rows = torch.full((len(self.pieces), self.heads_split * self.length), -1)
+        for rank, row in enumerate(rows):
+            for piece, at in self.placed(rank):
+                size = piece.stop - piece.start
+                first = self.documents[piece.document].offset + piece.start
+                row[at : at + size] = torch.arange(first, first + size)
+        return rows.view(-1, self.length)
+
+    def restore(self, slices: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """Put all ranks' slices together in the order of the batch; 0 where it has padding.
+
+        Args:
+            slices: By rank, each ``[.., 1, n, ..]`` with n at ``dim`` and the 1 before it or at dimension 0.
+            dim: The sequence dimension.
+
+        Returns:
+            ``[b, .., s, ..]``: dimension 0 has the rows again.
+        """
+        rows, row_length = self.shape
+        index = self.indices.flatten().to(slices[0].device)
+        whole = torch.cat(list(slices), dim).movedim(dim, 0)
+        flat = whole.new_zeros(rows * row_length, *whole.shape[1:])
+        flat[index[index >= 0]] = whole[index >= 0]
+        # [b, s, 1, ..]: the batch of one that every slice had makes way for the rows.
+        by_row = flat.view(rows, row_length, *flat.shape[1:]).squeeze(2)
+        return by_row.movedim(1, dim)
+
+
+@lru_cache(maxsize=64)
+def document_layout(
+    documents: tuple[Document, ...],
+    shape: tuple[int, int],
+    cp: int,
+    mask: AttentionMask,
+    *,
+    heads_split: int = 1,
+    multiple_of: int = 1,
+) -> DocumentLayout:
+    """Decide which rank holds what of a batch of documents; see :func:`assignment.assign`.
+
+    Args:
+        documents: From :func:`documents.documents_of`.
+        shape: ``(b, s)`` of the batch.
+        cp: Context-parallel degree.
+        mask: What is attended to within a document.
+        heads_split: How many ranks share an attention rank's tokens; divides ``cp``.
+        multiple_of: What the tokens of one rank are padded to a multiple of.
+    """
+    pieces = assign([d.length for d in documents], cp // heads_split, mask)
+    most = max(sum(p.stop - p.start for p in own) for own in pieces)
+    # An empty batch still goes through the model: the other data-parallel ranks wait for this one.
+    length = padded_length(max(most, 1), multiple_of * heads_split) // heads_split
+    return DocumentLayout(documents, shape, mask, tuple(map(tuple, pieces)), heads_split, length)
+
+
+@lru_cache(maxsize=64)
+def whole_rows(
+    documents: tuple[Document, ...], shape: tuple[int, int], mask: AttentionMask
+) -> DocumentLayout:
+    """The layout of a single rank that keeps its rows as they are, padding included.
+
+    Args:
+        documents: From :func:`documents.documents_of`.
+        shape: ``(b, s)`` of the batch.
+        mask: What is attended to within a document.
+    """
+    pieces = tuple(Piece(number, 0, d.length) for number, d in enumerate(documents))
+    return DocumentLayout(documents, shape, mask, (pieces,), 1, shape[0] * shape[1], True)
+
+
+def cut_batch(
+    batch: dict[str, torch.Tensor], layout: DocumentLayout, rank: int
+) -> dict[str, torch.Tensor]:
+    """Copy one rank's tokens out of a batch.
+
+    Args:
+        batch: ``tokens``, ``input_pos`` and optionally ``labels`` [b, s].
+        layout: Who holds what.
+        rank: Whose part is wanted.
+
+    Returns:
+        The entries as [1, n]; padding has token 0, position 0 and the label -100.
+    """
+    index = layout.indices[rank]
+    local = {}
+    for key in SEQUENCE_KEYS:
+        entry = batch.get(key)
+        if entry is None:
+            continue
+        at = index.to(entry.device)
+        taken = entry.flatten()[at.clamp(min=0)]
+        local[key] = taken.masked_fill_(at < 0, IGNORE_INDEX if key == "labels" else 0)[None]
+    return local
+
+
+def check_shapes(batch: dict[str, torch.Tensor]) -> None:
+    """Refuse a batch without ``tokens``, or with entries of other shapes.
+
+    Raises:
+        UserError: Naming the entry.
+    """
+    if "tokens" not in batch:
+        raise UserError(f"a batch needs an entry 'tokens' [batch, seq]; given: {sorted(batch)}")
+    tokens = batch["tokens"]
+    for key in SEQUENCE_KEYS:
+        entry = batch.get(key)
+        if entry is not None and entry.shape != tokens.shape:
+            raise UserError(
+                f"batch entry '{key}' has the shape {list(entry.shape)}, but 'tokens' has"
+                f" {list(tokens.shape)}; they are cut together along dimension 1"
+            )

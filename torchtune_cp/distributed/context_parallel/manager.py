@@ -8,27 +8,149 @@ from collections.abc import Generator
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtune_cp.distributed.context_parallel.layout import (
-    consecutive_indices,
-    head_tail_indices,
-    pad_batch,
+from torchtune_cp.distributed.context_parallel.documents import (
+    AttentionMask,
+    document_positions,
+    documents_of,
 )
+from torchtune_cp.distributed.context_parallel.exchange import Grid
+from torchtune_cp.distributed.context_parallel.executor import Executor
+from torchtune_cp.distributed.context_parallel.flex import (
+    MaskMod,
+    MaskModAttention,
+    mask_mod_region,
+)
+from torchtune_cp.distributed.context_parallel.layout import (
+    DocumentLayout,
+    SequenceLayout,
+    check_shapes,
+    cut_batch,
+    document_layout,
+    pad_batch,
+    whole_rows,
+)
+from torchtune_cp.distributed.context_parallel.ops import document_region
+from torchtune_cp.distributed.context_parallel.plan import make_plan
 from torchtune_cp.distributed.context_parallel.torch_private import ring_attention
 from torchtune_cp.errors import UserError
 
+METHODS = ("ring", "allgather", "ulysses")
 ROTATE_METHODS = ("allgather", "alltoall")
+
+
+class LocalBatch(dict[str, torch.Tensor]):
+    """One rank's slices of a batch, and who holds what of it.
+
+    Attributes:
+        layout: To be given to :func:`unshard` and to :func:`balance.attention_imbalance`.
+        attention_pairs: See :func:`balance.attention_work`.
+    """
+
+    layout: DocumentLayout | SequenceLayout
+    attention_pairs: float
+
+    def __init__(
+        self, entries: dict[str, torch.Tensor], layout: DocumentLayout | SequenceLayout, rank: int
+    ) -> None:
+        """Keep the entries and the layout; ``rank`` is the one that holds the entries."""
+        super().__init__(entries)
+        self.layout = layout
+        self.attention_pairs = layout.pairs()[rank // layout.heads_split] / layout.heads_split
 
 
 def _pad(batch: dict[str, torch.Tensor], divisor: int, is_causal: bool) -> dict[str, torch.Tensor]:
     padded = pad_batch(batch, divisor)
-    if not is_causal and padded["tokens"].shape != batch["tokens"].shape:
+    if (
+        not is_causal
+        and "seq_lens" not in batch
+        and padded["tokens"].shape != batch["tokens"].shape
+    ):
         raise UserError(
             f"a sequence of {batch['tokens'].size(1)} tokens with is_causal=False: every token would"
             f" attend to the padding, for no mask hides it; give a length that divides by {divisor}"
         )
     return padded
+
+
+def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    rows, length = batch["tokens"].shape
+    return rows, length
+
+
+def _with_positions(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if "input_pos" in batch:
+        return batch
+    positions = document_positions(documents_of(batch), _shape(batch), batch["tokens"].device)
+    return {**batch, "input_pos": positions}
+
+
+def _check(
+    cp_mesh: DeviceMesh | None, method: str, rotate_method: str, ulysses_dim: int | None
+) -> int:
+    """Check the choices; returns in how many parts the heads are given out."""
+    if method not in METHODS:
+        raise UserError(f"context_parallel_method={method!r}: allowed are {', '.join(METHODS)}")
+    if rotate_method not in ROTATE_METHODS:
+        raise UserError(
+            f"context_parallel_rotate_method={rotate_method!r}: allowed are {', '.join(ROTATE_METHODS)}"
+        )
+    if cp_mesh is not None and cp_mesh.ndim != 1:
+        raise UserError(f"cp_mesh must have one dimension, not {cp_mesh.mesh_dim_names}")
+    cp = 1 if cp_mesh is None else cp_mesh.size()
+    if method != "ulysses":
+        if ulysses_dim not in (None, 1):
+            raise UserError(
+                f"context_parallel_ulysses_dim={ulysses_dim}: it is for"
+                f" context_parallel_method=ulysses, not {method}; set it to null"
+            )
+        return 1
+    parts = cp if ulysses_dim is None else ulysses_dim
+    if parts < 1 or cp % parts:
+        raise UserError(
+            f"context_parallel_ulysses_dim={parts}: must divide context_parallel_dim={cp}"
+        )
+    return parts
+
+
+def _check_mask_mod(cp_mesh: DeviceMesh | None, method: str, window: int | None) -> None:
+    if window is not None:
+        raise UserError(f"window={window} with a mask_mod: let the mask_mod say what is seen")
+    if cp_mesh is not None and cp_mesh.size() > 1 and method != "allgather":
+        raise UserError(
+            f"context_parallel_method={method} with a mask_mod: a mask of the model's own needs the keys"
+            " side by side; set context_parallel_method=allgather"
+        )
+
+
+def _region(
+    layout: DocumentLayout,
+    grid: Grid | None,
+    method: str,
+    rotate_method: str,
+    mask_mod: MaskMod | None,
+    device: torch.device,
+) -> contextlib.AbstractContextManager[None]:
+    """What replaces attention for a batch laid out by documents."""
+    if mask_mod is not None:
+        return mask_mod_region(MaskModAttention(layout, mask_mod, grid, device))
+    schedule = "allgather" if method == "allgather" else "ring"
+    plan = make_plan(layout, schedule, 0 if grid is None else grid.ring_rank)
+    return document_region(Executor(plan, grid, rotate_method))
+
+
+def _tell_models(window: int | None, mask_mod: MaskMod | None) -> None:
+    """Let a model with a sliding window find out whether its context was told of it.
+
+    Models do not know this package: they look at what stands for attention.
+    """
+    if mask_mod is None:
+        F.scaled_dot_product_attention.window = window  # type: ignore[attr-defined]
+
+
+_entered = False
 
 
 @contextlib.contextmanager
@@ -39,86 +161,150 @@ def context_parallel(
     is_causal: bool = True,
     rotate_method: str = "allgather",
     pad_to_multiple_of: int = 1,
+    method: str = "ring",
+    window: int | None = None,
+    ulysses_dim: int | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Cut a batch along the sequence and distribute attention over the context-parallel ranks.
 
     Must enclose the forward AND the backward pass: attention's backward talks to the other ranks too.
-    Inside it, every ``F.scaled_dot_product_attention`` call is ring attention over ``cp_mesh``; all ranks
-    of the mesh must enter it with the same batch. Any length is accepted: the sequence is padded to a
-    multiple of ``2 x cp`` (and of ``pad_to_multiple_of``), with labels of -100 on the padding.
+    Inside it, every ``F.scaled_dot_product_attention`` call attends over all ranks of ``cp_mesh``, each
+    token within its document; all ranks of the mesh must enter it with the same batch.
+
+    A batch without ``seq_lens``, with ``method="ring"`` and no window that cuts anything, goes through
+    torch's ring: any length is accepted, every row is padded to a multiple of ``2 x cp`` (and of
+    ``pad_to_multiple_of``), with labels of -100 on the padding. Everything else is laid out by documents
+    (rows, if there are no ``seq_lens``): they come as one sequence ``[1, n]``, the rows' padding is dropped,
+    and each rank's part is filled up to the longest one.
 
     Args:
         cp_mesh: One-dimensional mesh of the ranks that share each sequence; None, or of size 1, yields
-            the whole batch, padded only if ``pad_to_multiple_of`` asks for it.
-        batch: ``tokens`` [b, s] and optionally ``labels`` (already shifted), ``input_pos`` [b, s]. It is
-            left as it is: what is yielded are copies.
+            the whole batch, padded only if ``pad_to_multiple_of`` asks for it. Documents and windows are
+            kept there, too.
+        batch: ``tokens`` [b, s] and optionally ``labels`` (already shifted), ``input_pos`` [b, s], and for
+            packed rows ``seq_lens`` [b, most documents], see :func:`documents.documents_of`. It is left as
+            it is: what is yielded are copies.
         is_causal: Whether the model's attention is causal. Decides the layout: head-tail balanced for
             causal attention, consecutive slices for bidirectional attention.
-        rotate_method: How keys and values reach the other ranks: ``"allgather"`` (one collective, then
-            all of them in memory) or ``"alltoall"`` (passed round the ring, one slice at a time).
+        rotate_method: How keys and values reach the other ranks in a ring: ``"allgather"`` (one
+            collective, then all of them in memory) or ``"alltoall"`` (one rank's at a time).
         pad_to_multiple_of: A further divisor of the padded length (2 x cp x tp with tensor parallelism).
+        method: ``"ring"`` (keys and values pass by, rank by rank), ``"allgather"`` (they are gathered
+            first) or ``"ulysses"`` (an all-to-all gives each rank all tokens of some heads).
+        window: The model's sliding window: a token attends to itself and the ``window - 1`` before it (and
+            behind it, where attention is bidirectional).
+        ulysses_dim: With ``"ulysses"``: how many ranks share the heads, a divisor of the mesh's size;
+            rings connect the ranks with the same heads. None for all of them.
+        mask_mod: With ``"allgather"``: which keys of its document a query sees, as a function of row,
+            head, query position and key position, for masks that documents, causality and a window
+            cannot say. It takes the place of ``is_causal``, which then is but the layout's. On CUDA through
+            FlexAttention, elsewhere with the mask written out.
 
     Yields:
-        A dict with this rank's slices [b, n], n = padded length / cp. ``input_pos`` holds the true
-        positions of the slice and is always there when the sequence is cut: a model must take its rotary
-        positions from it.
+        A dict with this rank's slices, ``input_pos`` among them: a model must take its rotary positions
+        from it. With several ranks, or documents, its attribute ``layout`` says who holds what.
 
     Raises:
-        UserError: An unknown ``rotate_method``, a mesh of several dimensions, a malformed batch, or a
-            bidirectional sequence that would need padding.
+        UserError: An unknown method, a mesh of several dimensions, a malformed batch, a ``ulysses_dim``
+            that does not divide, or a bidirectional sequence that would need padding.
+        RuntimeError: Entered inside another context-parallel region.
     """
-    if cp_mesh is None or cp_mesh.size() == 1:
-        # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
-        if pad_to_multiple_of > 1:
-            batch = _pad(batch, pad_to_multiple_of, is_causal)
-        yield batch
-        return
-    if rotate_method not in ROTATE_METHODS:
-        raise UserError(
-            f"context_parallel_rotate_method={rotate_method!r}: allowed are {', '.join(ROTATE_METHODS)}"
+    global _entered
+    if _entered:
+        raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
+    parts = _check(cp_mesh, method, rotate_method, ulysses_dim)
+    check_shapes(batch)
+    mask = AttentionMask(is_causal, window).within(batch["tokens"].size(1))
+    if mask_mod is not None:
+        _check_mask_mod(cp_mesh, method, window)
+    by_documents = "seq_lens" in batch or mask.window is not None or mask_mod is not None
+    _entered = True
+    try:
+        if cp_mesh is None or cp_mesh.size() == 1:
+            # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
+            if pad_to_multiple_of > 1:
+                seq_lens = {k: v for k, v in batch.items() if k == "seq_lens"}
+                batch = {**_pad(batch, pad_to_multiple_of, is_causal), **seq_lens}
+            if not by_documents:
+                yield batch
+                return
+            batch = _with_positions(batch)
+            layout = whole_rows(documents_of(batch), _shape(batch), mask)
+            with _region(layout, None, "ring", rotate_method, mask_mod, batch["tokens"].device):
+                _tell_models(window, mask_mod)
+                yield LocalBatch(batch, layout, 0)
+            return
+        cp = cp_mesh.size()
+        if not by_documents and method == "ring":
+            divisor = math.lcm(2 * cp, pad_to_multiple_of)
+            local = _pad(batch, divisor, is_causal)
+            rows, length = _shape(batch)
+            sequence = SequenceLayout(length, local["tokens"].size(1), cp, is_causal, rows)
+            with ring_attention(
+                cp_mesh,
+                buffers=list(local.values()),
+                seq_dims=[1] * len(local),
+                load_balance=is_causal,
+                rotate_method=rotate_method,
+            ):
+                _tell_models(window, mask_mod)
+                yield LocalBatch(local, sequence, cp_mesh.get_local_rank())
+            return
+        batch = _with_positions(batch)
+        layout = document_layout(
+            documents_of(batch),
+            _shape(batch),
+            cp,
+            mask,
+            heads_split=parts,
+            # All ranks' parts together divide by pad_to_multiple_of then.
+            multiple_of=pad_to_multiple_of // math.gcd(pad_to_multiple_of, cp),
         )
-    if cp_mesh.ndim != 1:
-        raise UserError(f"cp_mesh must have one dimension, not {cp_mesh.mesh_dim_names}")
-    divisor = math.lcm(2 * cp_mesh.size(), pad_to_multiple_of)
-    local = _pad(batch, divisor, is_causal)
-    with ring_attention(
-        cp_mesh,
-        buffers=list(local.values()),
-        seq_dims=[1] * len(local),
-        load_balance=is_causal,
-        rotate_method=rotate_method,
-    ):
-        yield local
+        grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
+        local = cut_batch(batch, layout, grid.rank)
+        with _region(layout, grid, method, rotate_method, mask_mod, batch["tokens"].device):
+            _tell_models(window, mask_mod)
+            yield LocalBatch(local, layout, grid.rank)
+    finally:
+        _entered = False
 
 
 def unshard(
     local: torch.Tensor,
     cp_mesh: DeviceMesh | None,
     *,
-    seq_len: int,
+    layout: DocumentLayout | SequenceLayout | None = None,
+    seq_len: int | None = None,
     is_causal: bool = True,
     dim: int = 1,
 ) -> torch.Tensor:
-    """Put a result that was computed on slices back in the order of the whole sequence (no gradient).
+    """Put a result that was computed on slices back in the order of the whole batch (no gradient).
 
     Args:
         local: This rank's slice, for example logits [b, n, vocab].
         cp_mesh: The mesh given to :func:`context_parallel`.
-        seq_len: Length of the sequence before padding.
-        is_causal: As given to :func:`context_parallel`.
+        layout: The ``layout`` of the batch that :func:`context_parallel` yielded.
+        seq_len: In place of ``layout``, for a batch without documents that was cut by the ring: length
+            of the sequence before padding.
+        is_causal: With ``seq_len``: as given to :func:`context_parallel`.
         dim: The sequence dimension of ``local``.
 
     Returns:
-        The whole sequence, for example [b, seq_len, vocab], on every rank, without the padding.
+        The whole sequence, for example [b, seq_len, vocab], on every rank, without the padding; 0 where
+        the rows of a packed batch have padding.
+
+    Raises:
+        UserError: Neither ``layout`` nor ``seq_len``.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return local
     cp = cp_mesh.size()
+    if layout is None:
+        if seq_len is None:
+            raise UserError("unshard needs layout=, the layout of the batch that was yielded")
+        layout = SequenceLayout(seq_len, local.size(dim) * cp, cp, is_causal)
     with torch.no_grad():
         slices = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(cp)]
         dist.all_gather(slices, local.contiguous(), group=cp_mesh.get_group())
-        length = local.size(dim) * cp
-        layout = head_tail_indices if is_causal else consecutive_indices
-        restore = torch.argsort(layout(length, cp).flatten()).to(local.device)
-        whole = torch.cat(slices, dim=dim).index_select(dim, restore)
-        return whole.narrow(dim, 0, seq_len)
+        return layout.restore(slices, dim)

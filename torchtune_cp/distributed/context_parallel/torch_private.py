@@ -154,6 +154,156 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
     _cpu_backward_handler
 )
 
+# --- attention kernels that also give the logsumexp (2.13.0) --------------------------------------
+#
+# What is public gives the output alone, or has no backward that takes a logsumexp from elsewhere. The
+# variable-length operators are those that torch.nn.attention.varlen calls.
+
+
+def flash_for_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU kernel; few KV heads are fine, causal is aligned at the first query and key.
+
+    Args:
+        query: ``[1, heads, nq, head_dim]``, any strides.
+        key: ``[1, kv_heads, nk, head_dim]``.
+        value: As ``key``.
+        is_causal: Give no bias then.
+        bias: ``[nq, nk]`` in the dtype of ``query``, added to the scores; -inf masks.
+        scale: Of the scores.
+
+    Returns:
+        The output, like ``query``, and the logsumexp ``[1, heads, nq]`` (float64 for it, else float32).
+    """
+    out: tuple[torch.Tensor, torch.Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return out
+
+
+def flash_for_cpu_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Backward of :func:`flash_for_cpu`; ``out`` and ``logsumexp`` may be those over more keys."""
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            0.0,
+            is_causal,
+            attn_mask=bias,
+            scale=scale,
+        )
+    )
+    return grads
+
+
+def flash_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flash attention on CUDA over many segments; masks are aligned at the last query and key.
+
+    Args:
+        query: ``[queries, heads, head_dim]``, float16 or bfloat16.
+        key: ``[keys, kv_heads, head_dim]``.
+        value: As ``key``.
+        cu_q: Where the segments' queries begin, and their end, int32.
+        cu_k: Likewise for keys.
+        max_q: Most queries in a segment.
+        max_k: Most keys in a segment.
+        left: How far before the aligned key a query sees, None without limit.
+        right: How far behind.
+        scale: Of the scores.
+
+    Returns:
+        The output and the logsumexp ``[heads, queries]``, float32.
+    """
+    out, logsumexp, *_ = aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        left is None and right == 0,
+        False,
+        scale=scale,
+        window_size_left=-1 if left is None else left,
+        window_size_right=-1 if right is None else right,
+    )
+    return out, logsumexp
+
+
+def flash_varlen_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Backward of :func:`flash_varlen`; ``out`` and ``logsumexp`` may be those over more keys."""
+    # Without dropout no random state is read, but the operator wants the tensors.
+    no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = aten._flash_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        0.0,
+        left is None and right == 0,
+        no_state,
+        unused,
+        scale=scale,
+        window_size_left=-1 if left is None else left,
+        window_size_right=-1 if right is None else right,
+    )
+    return grads
+
+
 # --- keys and values kept from forward to backward (2.13.0) --------------------------------------
 #
 # The template gathers all ranks' keys and values in forward, drops them, and gathers the same bytes
@@ -211,6 +361,24 @@ def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return forward
+
+
+def keep_kv(logsumexp: torch.Tensor, gathered: torch.Tensor) -> None:
+    """Keep gathered keys and values for the backward that takes this logsumexp, where that is asked for.
+
+    Args:
+        logsumexp: Of the attention; autograd saves it, and what is kept dies with it.
+        gathered: Of all ranks.
+    """
+    if _keeps_kv:
+        for dead in [key for key in _kept_kv if key.expired()]:
+            del _kept_kv[dead]
+        _kept_kv[_storage_of(logsumexp)] = gathered
+
+
+def take_kept_kv(logsumexp: torch.Tensor) -> torch.Tensor | None:
+    """Give what :func:`keep_kv` kept, once; None if it kept nothing."""
+    return _kept_kv.pop(_storage_of(logsumexp), None) if _kept_kv else None
 
 
 def _is_traced() -> bool:

@@ -33,6 +33,8 @@ ATTENTION_OPS = frozenset(
         aten._scaled_dot_product_fused_attention_overrideable.default,
         aten._flash_attention_forward.default,
         aten._efficient_attention_forward.default,
+        torch.ops.torchtune_cp.attention.default,
+        torch.ops.torchtune_cp.to_tokens.default,
     }
 )
 
@@ -68,8 +70,14 @@ def apply_activation_checkpointing(model: TransformerDecoder, every_nth_layer: i
             layer.forward = _checkpointed(layer.forward)
 
 
-def _keep_attention(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+#: With ``keep_kv``: what the ranks that share the heads (Ulysses) were sent.
+_TO_HEADS = frozenset({torch.ops.torchtune_cp.to_heads.default})
+
+
+def _keep(
+    kept: frozenset[Any], _context: Any, op: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_selective_checkpointing(model: TransformerDecoder, *, keep_kv: bool = False) -> None:
@@ -84,9 +92,11 @@ def apply_selective_checkpointing(model: TransformerDecoder, *, keep_kv: bool = 
         model: A model with ``layers``.
         keep_kv: Also keep the keys and values that context parallelism gathered from all ranks, so
             that backward gathers none: the sequence's KV per layer in memory for two thirds of the
-            bytes sent. Has an effect with the rotate method ``allgather`` only; not for compiled layers.
+            bytes sent; with Ulysses the queries, keys and values of this rank's heads. A ring with the
+            rotate method ``alltoall`` has nothing to keep. Not for compiled layers.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+    kept = ATTENTION_OPS | _TO_HEADS if keep_kv else ATTENTION_OPS
+    contexts = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
     for layer in model.layers:
         run = _checkpointed(layer.forward, context_fn=contexts)
         layer.forward = keep_gathered_kv(run) if keep_kv else run

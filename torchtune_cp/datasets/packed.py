@@ -1,0 +1,323 @@
+"""Many documents in one sample: the dataset behind `packed: true`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from torchtune_cp import __version__
+from torchtune_cp.data.packing import STRATEGIES, Int64, Packs, pack_documents
+from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.fingerprint import fingerprint
+from torchtune_cp.datasets.sft import OVERLONG_POLICIES, RowReader, SFTDataset, sequence_limit
+from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.token_store import Documents, TokenStore, stored_tokens
+from torchtune_cp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackStats:
+    """What packing made of a dataset.
+
+    Attributes:
+        packs: Number of packs.
+        documents: Documents with at least one token that are in a pack.
+        tokens: Their tokens.
+        fill_rate: Share of `packs * max_seq_len` that is no padding.
+        documents_per_pack: Pieces in the average pack.
+        most_documents: Pieces in the pack with the most.
+        longest: Tokens of the longest piece.
+        split: Documents that were cut into several pieces.
+        truncated: Documents that lost their end.
+        dropped: Documents left out for being longer than a pack.
+    """
+
+    packs: int
+    documents: int
+    tokens: int
+    fill_rate: float
+    documents_per_pack: float
+    most_documents: int
+    longest: int
+    split: int
+    truncated: int
+    dropped: int
+
+
+class PackedDataset(Dataset):
+    """A map-style dataset of packs: each sample is several documents one behind the other.
+
+    A sample is `{"tokens", "labels", "seq_lens", "input_pos"}`, int64 tensors: tokens, labels (not
+    shifted) and positions [n], n at most `max_seq_len`, and the lengths of the documents [documents].
+    Positions restart at 0 in each document, and in each piece of one that was cut.
+
+    Which documents share a pack depends on their lengths and order and on the arguments here; not on
+    ranks, mesh or seed. An epoch's order shuffles the packs.
+
+    Built on first use (`len`, `[]`), or ahead with `build()`.
+    """
+
+    def __init__(
+        self,
+        dataset: Documents | Callable[[], Documents],
+        *,
+        max_seq_len: int,
+        strategy: str = "greedy",
+        split_across_pack: bool = False,
+        overlong: str | None = None,
+        name: str = "the dataset",
+        cache_key: str | None = None,
+        cache_folder: Path | None = None,
+    ) -> None:
+        """Keep the settings.
+
+        Args:
+            dataset: Map-style, of `{"tokens", "labels"}`, or a function that makes it, which is called
+                where the tokens are not in the cache.
+            max_seq_len: The most tokens of a pack.
+            strategy: `"greedy"` or `"best_fit"`, see `pack_documents`.
+            split_across_pack: Whether documents may be cut; else they are kept whole.
+            overlong: What to do with documents of more than `max_seq_len` tokens: "split", "truncate",
+                "drop" or "error". None = "split" where documents may be cut, else "error".
+            name: What messages call the data.
+            cache_key: Names the content of `dataset`, for the cache; None = no cache.
+            cache_folder: See `stored_tokens`.
+
+        Raises:
+            UserError: An unknown strategy or policy, or a `max_seq_len` below 1.
+        """
+        if strategy not in STRATEGIES:
+            raise UserError(
+                f"dataset.packing_strategy={strategy!r} is not known; allowed: "
+                f"{', '.join(STRATEGIES)}"
+            )
+        if overlong is not None and overlong not in OVERLONG_POLICIES:
+            raise UserError(
+                f"dataset.overlong={overlong!r} is not known; allowed: {', '.join(OVERLONG_POLICIES)}"
+            )
+        if max_seq_len < 1:
+            raise UserError(f"dataset.max_seq_len must be 1 or more, not {max_seq_len}")
+        self.max_seq_len = max_seq_len
+        self._make: Callable[[], Documents] = (
+            dataset if callable(dataset) else partial(_itself, dataset)
+        )
+        self._strategy = strategy
+        self._split = split_across_pack
+        self._overlong = overlong or ("split" if split_across_pack else "error")
+        self._name = name
+        self._cache_key = cache_key
+        self._cache_folder = cache_folder
+        self._built: tuple[TokenStore, Packs, PackStats] | None = None
+
+    def build(self, progress: bool = True) -> PackStats:
+        """Tokenise and pack now, unless that has been done; logs the statistics.
+
+        Args:
+            progress: Show a bar while tokenising takes long.
+
+        Raises:
+            UserError: A malformed row, or a document that is longer than a pack, named.
+        """
+        return self._content(progress)[2]
+
+    @property
+    def stats(self) -> PackStats:
+        """What packing made of the dataset."""
+        return self._content()[2]
+
+    def _content(self, progress: bool = True) -> tuple[TokenStore, Packs, PackStats]:
+        if self._built is None:
+            store = stored_tokens(
+                self._make,
+                name=self._name,
+                key=self._cache_key,
+                folder=self._cache_folder,
+                progress=progress,
+            )
+            # Not in the cache: it takes some seconds for a million documents, so that nothing of a
+            # run's settings but what the tokens depend on has to be part of the key.
+            self._built = (store, *self._pack(store.lengths))
+            self._log(self._built[2])
+        return self._built
+
+    def _pack(self, lengths: Int64) -> tuple[Packs, PackStats]:
+        limit = self.max_seq_len
+        long = lengths > limit
+        if self._overlong == "error" and long.any():
+            first = int(np.flatnonzero(long)[0])
+            raise UserError(
+                f"{self._place(first)} has {lengths[first]} tokens, more than a pack of {limit} "
+                "(max_seq_len) holds; raise it, or set split_across_pack: true, or overlong: split, "
+                "truncate or drop"
+            )
+        kept = lengths
+        if self._overlong == "truncate":
+            kept = np.minimum(lengths, limit)
+        elif self._overlong == "drop":
+            kept = np.where(long, 0, lengths)
+        if not kept.any():
+            raise UserError(
+                f"no samples in {self._name}: all {len(lengths)} documents are longer than a pack of "
+                f"{limit} tokens (max_seq_len)"
+            )
+        packs = pack_documents(kept, limit, strategy=self._strategy, split_across_pack=self._split)
+        per_pack = np.diff(packs.bounds)
+        stats = PackStats(
+            packs=len(packs),
+            documents=int((kept > 0).sum()),
+            tokens=int(kept.sum()),
+            fill_rate=float(kept.sum() / (len(packs) * limit)),
+            documents_per_pack=float(per_pack.mean()),
+            most_documents=int(per_pack.max()),
+            longest=int(packs.length.max()),
+            split=int((np.bincount(packs.document) > 1).sum()),
+            truncated=int(long.sum()) if self._overlong == "truncate" else 0,
+            dropped=int(long.sum()) if self._overlong == "drop" else 0,
+        )
+        return packs, stats
+
+    def _place(self, index: int) -> str:
+        place_of = getattr(self._make(), "place_of", None)
+        return f"sample {index} of {self._name}" if place_of is None else str(place_of(index))
+
+    def _log(self, stats: PackStats) -> None:
+        counts = {"cut": stats.split, "truncated": stats.truncated, "dropped": stats.dropped}
+        logger.info(
+            "packed %s: %d documents in %d packs of %d tokens (%s), %.1f %% filled, %.1f documents a "
+            "pack (at most %d), the longest %d tokens%s",
+            self._name,
+            stats.documents,
+            stats.packs,
+            self.max_seq_len,
+            self._strategy,
+            100 * stats.fill_rate,
+            stats.documents_per_pack,
+            stats.most_documents,
+            stats.longest,
+            "".join(f", {count} documents {what}" for what, count in counts.items() if count),
+        )
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return len(self._content()[1])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Pack `index`; see the class."""
+        store, packs, _ = self._content()
+        if index < 0:
+            index += len(packs)
+        if not 0 <= index < len(packs):
+            raise IndexError(f"pack {index} of {len(packs)}")
+        pieces = list(packs.pieces(index))
+        read = [store.read(*piece) for piece in pieces]
+        lengths = [length for _, _, length in pieces]
+        return {
+            "tokens": _joined([tokens for tokens, _ in read]),
+            "labels": _joined([labels for _, labels in read]),
+            "seq_lens": torch.tensor(lengths),
+            "input_pos": torch.cat([torch.arange(length) for length in lengths]),
+        }
+
+
+def _joined(parts: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _itself(dataset: Documents) -> Documents:
+    return dataset
+
+
+def sft_or_packed(
+    rows: Rows,
+    reader: RowReader,
+    tokenizer: HFTokenizer,
+    *,
+    max_seq_len: int | None,
+    overlong: str | None,
+    packed: bool,
+    split_across_pack: bool,
+    packing_strategy: str,
+    name: str,
+    overlong_unpacked: str = "truncate",
+    **settings: Any,
+) -> SFTDataset | PackedDataset:
+    """What every factory ends with: one sample a row, or packs of them.
+
+    Args:
+        rows: The data.
+        reader: How to make tokens of a row.
+        tokenizer: Gives the length limit where `max_seq_len` is None.
+        max_seq_len: The longest sample; packed: the tokens of a pack.
+        overlong: What to do with longer rows; None = as `PackedDataset` says, or `overlong_unpacked`.
+        packed: Whether to pack.
+        split_across_pack: See `PackedDataset`.
+        packing_strategy: See `pack_documents`.
+        name: What messages call the data.
+        overlong_unpacked: The default without packing.
+        **settings: Further arguments of `SFTDataset`.
+
+    Raises:
+        UserError: Packing without a length, or as `SFTDataset` and `PackedDataset`.
+    """
+    limit = sequence_limit(max_seq_len, tokenizer)
+    if not packed:
+        return SFTDataset(
+            rows,
+            reader,
+            max_seq_len=limit,
+            overlong=overlong or overlong_unpacked,
+            name=name,
+            **settings,
+        )
+    if limit is None:
+        raise UserError(
+            "dataset.packed=true needs the length of a pack in tokens: set tokenizer.max_seq_len "
+            "(or dataset.max_seq_len)"
+        )
+    try:
+        # Neither the rows' origin nor anything of the run enters: equal rows have equal tokens.
+        key = fingerprint([__version__, rows, reader, settings])
+    except TypeError as error:
+        logger.info("%s: tokens are not kept for the next start: %s", name, error)
+        key = None
+    return PackedDataset(
+        partial(SFTDataset, rows, reader, name=name, **settings),
+        max_seq_len=limit,
+        strategy=packing_strategy,
+        split_across_pack=split_across_pack,
+        overlong=overlong,
+        name=name,
+        cache_key=key,
+    )
+
+
+def dataset_from_source(
+    reader: RowReader,
+    tokenizer: HFTokenizer,
+    *,
+    source: str,
+    split: str,
+    max_rows: int | None,
+    load_dataset_kwargs: Mapping[str, Any],
+    **settings: Any,
+) -> SFTDataset | PackedDataset:
+    """Load the rows of a source and make a dataset of them; see `load_rows` and `sft_or_packed`."""
+    rows = load_rows(source, split=split, max_rows=max_rows, **load_dataset_kwargs)
+    return sft_or_packed(
+        rows,
+        reader,
+        tokenizer,
+        name=describe_source(source, load_dataset_kwargs),
+        blank_lines=count_blank_lines(source, load_dataset_kwargs.get("data_files")),
+        **settings,
+    )

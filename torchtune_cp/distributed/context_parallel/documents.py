@@ -1,0 +1,101 @@
+"""What attends to what: the documents of a batch, and causal, bidirectional or windowed attention in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtune_cp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that attend to each other and to nothing else.
+
+    Attributes:
+        offset: Place of its first token in the batch, rows laid end to end.
+        length: Its number of tokens.
+    """
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which tokens of one document a token attends to.
+
+    Attributes:
+        is_causal: Itself and earlier ones only.
+        window: Those at most ``window - 1`` tokens away (on either side where it is bidirectional);
+            None for any distance.
+    """
+
+    is_causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a window that not even the token itself fits into."""
+        if self.window is not None and self.window < 1:
+            raise UserError(f"window={self.window}: must be at least 1, or None for no window")
+
+    def within(self, length: int) -> AttentionMask:
+        """The same mask for a document of ``length`` tokens, without a window that cuts nothing."""
+        if self.window is None or self.window >= length:
+            return AttentionMask(self.is_causal, None)
+        return self
+
+
+def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
+    """Read the documents off a batch: ``seq_lens``, or without it every row as one document.
+
+    Args:
+        batch: ``tokens`` [b, s] and for packed rows ``seq_lens`` [b, most documents in a row], integers:
+            the lengths of the documents in order, from position 0 of each row, filled up with 0. What
+            lies behind the last document of a row is padding.
+
+    Returns:
+        The documents in order, empty ones left out.
+
+    Raises:
+        UserError: ``seq_lens`` of another shape, with negative lengths, or longer than the row.
+    """
+    rows, row_length = batch["tokens"].shape
+    seq_lens = batch.get("seq_lens")
+    if seq_lens is None:
+        return tuple(
+            Document(row * row_length, row_length) for row in range(rows if row_length else 0)
+        )
+    if seq_lens.ndim != 2 or seq_lens.size(0) != rows or seq_lens.is_floating_point():
+        raise UserError(
+            f"batch entry 'seq_lens' has the shape {list(seq_lens.shape)} and dtype"
+            f" {seq_lens.dtype}; needed are the document lengths of each row, integers"
+            f" [{rows}, most documents in a row], filled up with 0"
+        )
+    documents = []
+    for row, lengths in enumerate(seq_lens.tolist()):
+        start = 0
+        for length in lengths:
+            if length < 0:
+                raise UserError(f"batch entry 'seq_lens', row {row}: a length of {length}")
+            if length:
+                documents.append(Document(row * row_length + start, length))
+            start += length
+        if start > row_length:
+            raise UserError(
+                f"batch entry 'seq_lens', row {row}: the documents have {start} tokens together,"
+                f" but the row has {row_length}"
+            )
+    return tuple(documents)
+
+
+def document_positions(
+    documents: tuple[Document, ...], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Positions that restart with each document, ``[b, s]`` int64; 0 on padding."""
+    positions = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
+    for document in documents:
+        end = document.offset + document.length
+        positions[document.offset : end] = torch.arange(document.length)
+    return positions.view(shape).to(device)

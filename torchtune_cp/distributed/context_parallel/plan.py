@@ -1,0 +1,147 @@
+"""One batch's attention on one rank: which tiles to do, in which order, on whose keys and values.
+
+Made once a batch and used by every layer. Two schedules, both exact and on the same tiles:
+
+- ``ring``: step 0 attends to the rank's own keys and values, step i to those of the rank i places down the
+  ring, which travel meanwhile;
+- ``allgather``: keys and values of all ranks are put in the order of the documents first, so that a query
+  finds everything it sees side by side.
+
+Documents that one rank holds alone take part in step 0 only, and their keys and values do not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from torchtune_cp.distributed.context_parallel.assignment import Piece, placed, split_documents
+from torchtune_cp.distributed.context_parallel.kernels import Call, calls_of
+from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
+from torchtune_cp.distributed.context_parallel.tiles import Tile, tiles_of
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A kernel call and whether no earlier call had its queries.
+
+    Attributes:
+        call: What to call.
+        fresh: True: its result is the first for all of its queries, nothing is to be merged.
+    """
+
+    call: Call
+    fresh: bool
+
+
+@dataclass(eq=False)
+class Plan:
+    """What one attention rank does.
+
+    Attributes:
+        layout: Who holds what.
+        method: ``"ring"`` or ``"allgather"``.
+        rank: The attention rank.
+        length: Its tokens, padding included.
+        travelling: Leading tokens whose keys and values go to the other ranks; 0 when none do.
+        steps: The tiles on the own keys and values; then by place down the ring, or (``allgather``) those
+            on the gathered ones.
+        document_order: ``allgather``: where the keys, then the values, of all split documents lie among
+            the rows of what was gathered, ``[ranks x 2 x travelling]`` rows; else None.
+    """
+
+    layout: DocumentLayout
+    method: str
+    rank: int
+    length: int
+    travelling: int
+    steps: list[list[Tile]]
+    document_order: torch.Tensor | None
+    _calls: dict[tuple[torch.device, torch.dtype], list[list[PlannedCall]]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Number of attention ranks."""
+        return len(self.layout.pieces)
+
+    def calls(self, device: torch.device, dtype: torch.dtype) -> list[list[PlannedCall]]:
+        """The kernel calls of each step for tensors of a device and dtype."""
+        key = (device, dtype)
+        if key not in self._calls:
+            touched = torch.zeros(self.length, dtype=torch.bool)
+            self._calls[key] = [
+                [
+                    PlannedCall(call, _first_touch(touched, call))
+                    for call in calls_of(tiles, device, dtype)
+                ]
+                for tiles in self.steps
+            ]
+        return self._calls[key]
+
+    def merges(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether any query meets its keys in more than one call."""
+        return not all(p.fresh for step in self.calls(device, dtype) for p in step)
+
+
+def _first_touch(touched: torch.Tensor, call: Call) -> bool:
+    rows = call.q
+    places = (
+        slice(rows.start, rows.start + rows.count) if rows.places is None else rows.places.cpu()
+    )
+    fresh = not bool(touched[places].any())
+    touched[places] = True
+    return fresh
+
+
+def _tokens(pieces: Sequence[Piece]) -> int:
+    return sum(p.stop - p.start for p in pieces)
+
+
+@lru_cache(maxsize=64)
+def make_plan(layout: DocumentLayout, method: str, rank: int) -> Plan:
+    """Plan a batch's attention.
+
+    Args:
+        layout: Who holds what of the batch.
+        method: ``"ring"`` or ``"allgather"``.
+        rank: The attention rank to plan for.
+    """
+    lengths = [d.length for d in layout.documents]
+    split = split_documents([list(own) for own in layout.pieces])
+    # Pieces of split documents stand first, so that what travels is the head of each rank's buffer.
+    travels = [[p for p in own if p.document in split] for own in layout.pieces]
+    own = layout.placed(rank)
+    shared = [p for p in own if p.piece.document in split]
+    ranks = len(layout.pieces)
+    order = None
+    if method == "ring":
+        steps = [tiles_of(own, own, lengths, layout.mask)]
+        for back in range(1, ranks):
+            theirs = placed(travels[(rank - back) % ranks])
+            steps.append(tiles_of(shared, theirs, lengths, layout.mask))
+    else:
+        alone = [p for p in own if p.piece.document not in split]
+        whole = placed(Piece(number, 0, lengths[number]) for number in sorted(split))
+        steps = [
+            tiles_of(alone, alone, lengths, layout.mask),
+            tiles_of(shared, whole, lengths, layout.mask),
+        ]
+    travelling = max(map(_tokens, travels))
+    if method == "allgather" and travelling:
+        order = _document_order(travels, travelling)
+    length = layout.length * layout.heads_split
+    return Plan(layout, method, rank, length, travelling, steps, order)
+
+
+def _document_order(travels: Sequence[Sequence[Piece]], travelling: int) -> torch.Tensor:
+    rows = []
+    for rank, pieces in enumerate(travels):
+        first = 2 * travelling * rank  # a rank's keys, then its values
+        rows += [(p.piece, first + p.at, p.piece.stop - p.piece.start) for p in placed(pieces)]
+    keys = torch.cat([torch.arange(at, at + size) for _, at, size in sorted(rows)])
+    return torch.cat([keys, keys + travelling])
