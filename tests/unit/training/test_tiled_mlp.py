@@ -66,6 +66,14 @@ def test_bfloat16_tiles_add_up_in_float32():
     assert worst(1) < 1.1 * worst(256)
 
 
+def test_the_output_is_no_view_of_which_fsdp_would_warn():
+    model = small_llama()
+    apply_tiled_mlp(model, 7)
+    output = model.layers[0].feed_forward(torch.randn(1, 20, 64, requires_grad=True))
+    assert output.requires_grad
+    assert not output._is_view()
+
+
 def test_without_gradients_it_is_the_same_function():
     plain, tiled = small_llama().double(), small_llama().double()
     apply_tiled_mlp(tiled, 7)

@@ -168,7 +168,8 @@ class _Attach(torch.autograd.Function):
     """Hands on an output that was computed without autograd, and its gradient to what it came from."""
 
     @staticmethod
-    def forward(_ctx: Any, _token: Tensor, output: Tensor) -> Tensor:
+    def forward(ctx: Any, _token: Tensor, output: Tensor) -> Tensor:
+        ctx.mark_dirty(output)  # or autograd would hand out a view of it, of which FSDP warns
         return output
 
     @staticmethod
