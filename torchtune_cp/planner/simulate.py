@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
@@ -133,18 +134,35 @@ def _batch(cfg: FullFinetuneConfig, seq_len: int) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
-    original = host_memory.empty_on_host
+    replaced = {
+        name: getattr(host_memory, name)
+        for name in ("empty_on_host", "empty_like_on_host", "host_thread")
+    }
 
-    def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:
-        with tracker.on_host():
-            return original(num_bytes, device)
+    def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with tracker.on_host():
+                return function(*args, **kwargs)
 
-    host_memory.empty_on_host = empty_on_host
+        return run
+
+    class AtOnce(Executor):
+        """Tensors without memory belong to one thread: work on the host is done where it is given."""
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(on_host(fn)(*args, **kwargs))
+            return future
+
+    for name in ("empty_on_host", "empty_like_on_host"):
+        setattr(host_memory, name, on_host(replaced[name]))
+    host_memory.host_thread = AtOnce
     host_memory.PLAIN_TENSORS.add(FakeTensor)
     try:
         yield
     finally:
-        host_memory.empty_on_host = original
+        for name, function in replaced.items():
+            setattr(host_memory, name, function)
         host_memory.PLAIN_TENSORS.discard(FakeTensor)
 
 
@@ -223,7 +241,9 @@ def simulate(
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    tracker.name(value, "optimizer", on_host=offloads_shards)
+                    tracker.name(
+                        value, "optimizer", on_host=offloads_shards or cfg.optimizer_on_host
+                    )
         train = TrainStep(
             cfg, model, optimizer, gradient_norm, loss_inside, meshes, dims, device=_CPU
         )
