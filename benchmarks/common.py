@@ -186,6 +186,8 @@ def our_training(
     cp: int,
     compiled: bool = False,
     checkpointing: bool = False,
+    mlp_tile_tokens: int | None = None,
+    loss: dict[str, Any] | None = None,
     make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
     **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
@@ -202,11 +204,13 @@ def our_training(
     from torchtune_cp.models.llama3 import llama3
     from torchtune_cp.training import LinearCrossEntropyLoss
     from torchtune_cp.training.compile import compile_layers
-    from torchtune_cp.training.memory import apply_activation_checkpointing
+    from torchtune_cp.training.memory import apply_activation_checkpointing, apply_tiled_mlp
 
     meshes = Meshes.build(ParallelDims(1, 1, cp, 1, cp), "cpu")
     with torch.device("meta"):
         model = llama3(**MODEL)
+    if mlp_tile_tokens is not None:
+        apply_tiled_mlp(model, mlp_tile_tokens)
     if checkpointing:
         apply_activation_checkpointing(model)
     if compiled:
@@ -215,7 +219,7 @@ def our_training(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     init = lambda name, tensor, g: init_tensor_(name, tensor, g, model.config)  # noqa: E731
     materialize(model, RandomSource(0, shapes, init), torch.device("cpu"))
-    loss_fn = LinearCrossEntropyLoss(num_output_chunks=16)
+    loss_fn = LinearCrossEntropyLoss(**(loss or {"num_output_chunks": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = make_batch(seq_len)
     scale = cp / int((batch["labels"] != -100).sum())

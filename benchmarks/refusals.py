@@ -47,6 +47,11 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"optimizer_in_bwd": True, "gradient_accumulation_steps": 2},
     {"optimizer_in_bwd": True, "clip_grad_norm": 1.0},
     {"optimizer_in_bwd": True, "on_nonfinite": "skip"},
+    {"optimizer_in_bwd": True, "optimizer_on_host": True},
+    {"optimizer_on_host": True, "gradient_accumulation_steps": 2},
+    {"optimizer_on_host": True, "clip_grad_norm": 1.0},
+    {"optimizer_on_host": True, "on_nonfinite": "skip"},
+    {"mlp_tile_tokens": 4096, "custom_sharded_layers": ["layers.0.mlp"]},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
     {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {

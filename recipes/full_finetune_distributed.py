@@ -17,14 +17,11 @@ import torch.distributed as dist
 from torchtune_cp import config
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed import Meshes, context_parallel
-from torchtune_cp.distributed.context_parallel import attention_work
-from torchtune_cp.distributed.fsdp import set_gradient_sync
+from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
-from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
 from torchtune_cp.training.position import RunPosition
 from torchtune_cp.training.resume import (
@@ -44,10 +41,8 @@ from torchtune_cp.training.setup import (
     build_tokenizer,
     parallel_dims,
     setup_logging,
-    ulysses_dim,
 )
 from torchtune_cp.training.step import (
-    clip_gradients,
     count_label_tokens,
     imbalance_over,
     max_over,
@@ -55,6 +50,7 @@ from torchtune_cp.training.step import (
     to_device,
 )
 from torchtune_cp.training.stop import StopRequest
+from torchtune_cp.training.train_step import TrainStep
 
 
 @config.parse(schema=FullFinetuneConfig)
@@ -104,21 +100,10 @@ def main(cfg: FullFinetuneConfig) -> None:
     nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)
 
-    # --- the line where a sequence is cut: training and validation go through the same door ---
-    cut = partial(
-        context_parallel,
-        meshes.cp,
-        method=cfg.context_parallel_method,
-        rotate_method=cfg.context_parallel_rotate_method,
-        ulysses_dim=ulysses_dim(cfg, model),
-        window=model.config.sliding_window,
-        pad_to_multiple_of=dims.min_seq_len_divisor,
+    # --- the step; validation cuts its sequences through the same door as training ------------
+    train = TrainStep(
+        cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
-
-    def slice_loss(local: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the token losses of this rank's slice; its logits exist a chunk at a time."""
-        head = partial(loss_fn, labels=local["labels"])
-        return model(local["tokens"], local.get("input_pos"), output_fn=head)
 
     def validate(step: int) -> float | None:
         """Mean token loss over the whole validation set: every sample once, whatever the mesh.
@@ -135,8 +120,8 @@ def main(cfg: FullFinetuneConfig) -> None:
                     model.train()
                     return None
                 tokens += count_label_tokens([batch])
-                with cut(to_device(batch, device)) as local:
-                    loss_sum += slice_loss(local)
+                with train.cut(to_device(batch, device)) as local:
+                    loss_sum += train.slice_loss(local)
         model.train()
         (all_tokens,) = sum_over(meshes.dp, tokens, device=device)
         (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
@@ -162,42 +147,26 @@ def main(cfg: FullFinetuneConfig) -> None:
         for epoch in range(at.epoch, cfg.epochs):
             for batches in at.rest_of_epoch(epoch):
                 timer.start()
-                # Counted before the cut, over everything that this optimizer step adds up.
-                (tokens,) = sum_over(meshes.dp, count_label_tokens(batches), device=device)
-                # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
-                scale = meshes.loss.size() / max(tokens, 1)
-                losses, work = [], 0.0
-                for i, batch in enumerate(batches):
-                    set_gradient_sync(model, i == len(batches) - 1)
-                    with cut(to_device(batch, device)) as local:
-                        loss = slice_loss(local)
-                        (loss * scale).backward()
-                    work += attention_work(local)
-                    losses.append(loss.detach())
-                grad_norm = gradient_norm()
-                totals = step_totals(meshes, losses, grad_norm, device)
+                grads = train.backward(batches)
+                totals = step_totals(meshes, grads.losses, grads.norm, device)
                 lr = optimizer.param_groups[0]["lr"]
-                if nonfinite.allows(totals, step=at.step + 1, losses=losses, batches=batches):
-                    if cfg.clip_grad_norm is not None:
-                        clip_gradients(model, cfg.clip_grad_norm, grad_norm)
-                    optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
-                optimizer.zero_grad(set_to_none=True)
-                if cfg.enable_fp8_training:
-                    precompute_float8_scales(model)
+                if nonfinite.allows(totals, step=at.step + 1, losses=grads.losses, batches=batches):
+                    train.update(grads.norm)
+                train.finish()
                 if scheduler is not None:
                     scheduler.step()
                 at.advance()
 
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
-                imbalance = imbalance_over(meshes.loss, work, device=device)
+                imbalance = imbalance_over(meshes.loss, grads.attention_pairs, device=device)
                 seconds = timer.stop()
                 report.step(
                     step=at.step,
                     epoch=epoch,
-                    loss=totals.loss_sum / max(tokens, 1),
+                    loss=totals.loss_sum / max(grads.tokens, 1),
                     grad_norm=totals.grad_norm,
                     lr=lr,
-                    tokens=int(tokens),
+                    tokens=int(grads.tokens),
                     seconds=seconds,
                     peak_memory_bytes=int(peak),
                     attention_imbalance=imbalance,

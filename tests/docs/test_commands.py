@@ -22,7 +22,7 @@ from tests.docs.pages import (
     shown_files,
     tune_commands,
 )
-from torchtune_cp.cli import run
+from torchtune_cp.cli import plan, run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import _parser, main
 from torchtune_cp.config import component_problems, load, to_typed
@@ -89,6 +89,10 @@ def test_every_tune_command_of_the_page_is_accepted(
                 _check_run(command.words)
             elif command.words[1] == "download":
                 _parser().parse_args(command.words[1:])
+            elif command.words[1] == "plan" and config_of(command) != "tiny/llama_cpu":
+                args, rest = _parser().parse_known_args(command.words[1:])
+                args.overrides += rest
+                assert plan.request(args).seq_len > 0
             else:
                 code = main(command.words[1:])
                 assert code == 0, f"{command}: {capsys.readouterr().err}"

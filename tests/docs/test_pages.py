@@ -87,7 +87,9 @@ def test_the_names_and_files_that_a_page_mentions_exist(page: Path) -> None:
         elif re.fullmatch(r"(torchtune_cp|tests|configs|recipes|docs|benchmarks)/[\w./]*", code):
             assert (CHECKOUT / code).exists(), code
         elif code.startswith("tune ") and re.fullmatch(r"[a-z]+", code.split()[1]):
-            assert code.split()[1] in ("ls", "cat", "cp", "validate", "download", "run"), code
+            assert code.split()[1] in ("ls", "cat", "cp", "validate", "download", "run", "plan"), (
+                code
+            )
     if page.parent == CHECKOUT:  # mkdocs checks the links inside docs/
         for link in _LINK.findall(text):
             if "://" not in link:

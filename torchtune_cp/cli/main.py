@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from torchtune_cp import __version__
-from torchtune_cp.cli import cat, cp, download, ls, run, validate
+from torchtune_cp.cli import cat, cp, download, ls, plan, run, validate
 from torchtune_cp.cli.parser import OneLineParser
 from torchtune_cp.config import allow
 from torchtune_cp.config.entry_point import (
@@ -39,7 +39,7 @@ def _parser() -> OneLineParser:
         help="DEBUG shows the traceback of an error",
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (download, ls, cp, cat, run, validate):
+    for command in (download, ls, cp, cat, run, validate, plan):
         command.add_parser(subparsers)
     return parser
 
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, rest = _parser().parse_known_args(arguments)
         debug = debug or args.log_level == "DEBUG"
+        if hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+            args.overrides += rest  # argparse takes one group of positional arguments only
+            rest = []
         if args.run is run.run_command:
             # torchrun's options may stand anywhere before the recipe: it reads them itself.
             position = arguments.index("run")

@@ -5,6 +5,7 @@ The one place for these rules. They look at checked values of the right type (se
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -77,17 +78,34 @@ def _ignored_labels(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _optimizer_in_backward(values: Mapping[str, Any]) -> Iterator[str]:
-    if not values.get("optimizer_in_bwd"):
+    inside = [key for key in ("optimizer_in_bwd", "optimizer_on_host") if values.get(key)]
+    if len(inside) > 1:
+        yield "optimizer_in_bwd: must be false with optimizer_on_host=true, which is in backward too"
+    for key in inside[-1:]:
+        if values.get("gradient_accumulation_steps", 1) > 1:
+            # It would step, and free the gradient, at every micro-batch.
+            yield f"gradient_accumulation_steps: must be 1 with {key}=true"
+        if values.get("clip_grad_norm") is not None:
+            # The norm is known only when the last gradient is, and then the others have been used.
+            yield f"clip_grad_norm: must be null with {key}=true"
+        if values.get("on_nonfinite") == "skip":
+            # Weights have been stepped before the whole gradient is known.
+            yield f"on_nonfinite: must be raise with {key}=true"
+
+
+_PART_OF_AN_MLP = re.compile(r"layers\.\d+\.(mlp|mlp_norm)(\.|$)")
+
+
+def _tiled_mlp(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("mlp_tile_tokens") is None:
         return
-    if values.get("gradient_accumulation_steps", 1) > 1:
-        # It would step, and free the gradient, at every micro-batch.
-        yield "gradient_accumulation_steps: must be 1 with optimizer_in_bwd=true"
-    if values.get("clip_grad_norm") is not None:
-        # The norm is known only when the last gradient is, and then the others have been used.
-        yield "clip_grad_norm: must be null with optimizer_in_bwd=true"
-    if values.get("on_nonfinite") == "skip":
-        # Weights have been stepped before the whole gradient is known.
-        yield "on_nonfinite: must be raise with optimizer_in_bwd=true"
+    for name in values.get("custom_sharded_layers") or ():
+        if _PART_OF_AN_MLP.match(str(name)):
+            # It would be gathered, and its gradient reduced, once a tile.
+            yield (
+                f"custom_sharded_layers: {name!r} is computed a tile at a time with mlp_tile_tokens set,"
+                " and cannot have a sharding group of its own"
+            )
 
 
 def _float8(values: Mapping[str, Any]) -> Iterator[str]:
@@ -162,6 +180,7 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _ulysses,
     _ignored_labels,
     _optimizer_in_backward,
+    _tiled_mlp,
     _float8,
     _tensor_parallelism,
     _masked_lm,

@@ -86,6 +86,7 @@ class FullFinetuneConfig:
     # Optimisation
     optimizer: Annotated[DictConfig, Rule(positional=1)]
     optimizer_in_bwd: bool = False
+    optimizer_on_host: bool = False
     lr_scheduler: Annotated[
         DictConfig | None, Rule(positional=1, supplied=("num_training_steps",))
     ] = None
@@ -123,6 +124,7 @@ class FullFinetuneConfig:
     custom_sharded_layers: list[str] | None = None
     enable_activation_checkpointing: bool = False
     enable_activation_offloading: bool = False
+    mlp_tile_tokens: Annotated[int | None, _AtLeastOne] = None
     ac_mode: Annotated[str | None, Rule(choices=("none", "full", "selective"))] = None
     ac_option: Annotated[int | str | None, _AtLeastOne] = None
 

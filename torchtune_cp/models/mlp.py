@@ -69,8 +69,19 @@ class FeedForward(nn.Module):
         Returns:
             `[batch, seq, embed_dim]`.
         """
-        hidden: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
-        return hidden
+        output: Tensor = self.w2(self.activated(x))
+        return output
+
+    def activated(self, x: Tensor) -> Tensor:
+        """All but the last projection.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+
+        Returns:
+            `silu(w1(x)) * w3(x)`, `[batch, seq, intermediate_dim]`.
+        """
+        return swiglu(self.w1(x), self.w3(x))
 
 
 class GELUFeedForward(nn.Module):

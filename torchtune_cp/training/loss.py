@@ -63,10 +63,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         ignore_index: int,
         shard: VocabShard | None,
+        reuse_hidden: bool,
     ) -> Tensor:
         accumulate = torch.promote_types(hidden.dtype, torch.float32)
         total = hidden.new_zeros((), dtype=accumulate)
-        grad_hidden = torch.empty_like(hidden)
+        # detach() shares the version counter: had someone kept these hidden states for backward,
+        # autograd would raise there, not take gradients for states.
+        grad_hidden = hidden.detach() if reuse_hidden else torch.empty_like(hidden)
         # Chunks add up in float32: bfloat16 would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=accumulate)
         for start in range(0, hidden.size(0), chunk):
@@ -81,11 +84,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             total += loss
             del logits
             grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
             if accumulate == hidden.dtype:
                 grad_weight.addmm_(grad.t(), h)
             else:
                 grad_weight += grad.t() @ h
+            torch.mm(grad, weight, out=grad_hidden[part])  # last: it may take the place of h
             del grad  # or two chunks would be alive while the next one is taken
         ctx.scaled = False
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
@@ -93,7 +96,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.scaled:
             raise RuntimeError(
                 "LinearCrossEntropyLoss: backward was called a second time (retain_graph=True);"
@@ -104,7 +107,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         # In place: a second copy of the head's gradient would be the step's peak of memory.
         grad_hidden.mul_(grad.to(grad_hidden.dtype))
         grad_weight.mul_(grad.to(grad_weight.dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 class LinearCrossEntropyLoss:
@@ -118,13 +121,20 @@ class LinearCrossEntropyLoss:
         ignore_index: The label of tokens that do not count.
         max_chunk_tokens: No chunk is longer than this many tokens, however long the slice: the logits
             of a chunk take ``max_chunk_tokens x v x 4`` bytes.
+        reuse_hidden: In training, put the gradient of the hidden states into their own memory, chunk by
+            chunk: one tensor of the whole slice instead of two. The caller's hidden states are
+            overwritten; nothing else in the models here reads them.
 
     Raises:
         UserError: A number of chunks or tokens below 1.
     """
 
     def __init__(
-        self, num_output_chunks: int = 8, ignore_index: int = -100, max_chunk_tokens: int = 4096
+        self,
+        num_output_chunks: int = 8,
+        ignore_index: int = -100,
+        max_chunk_tokens: int = 4096,
+        reuse_hidden: bool = False,
     ) -> None:
         for key, value in (
             ("num_output_chunks", num_output_chunks),
@@ -135,6 +145,7 @@ class LinearCrossEntropyLoss:
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
         self.max_chunk_tokens = max_chunk_tokens
+        self.reuse_hidden = reuse_hidden
 
     def chunk_tokens(self, num_tokens: int) -> int:
         """How many tokens are projected at a time when a slice has ``num_tokens``."""
@@ -164,7 +175,7 @@ class LinearCrossEntropyLoss:
         chunk = self.chunk_tokens(hidden.size(0))
         if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
             total: Tensor = _FusedLinearCrossEntropy.apply(
-                hidden, weight, labels, chunk, self.ignore_index, shard
+                hidden, weight, labels, chunk, self.ignore_index, shard, self.reuse_hidden
             )
             return total
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))

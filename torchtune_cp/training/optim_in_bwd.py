@@ -60,6 +60,35 @@ class GradientNorm:
         return torch.zeros(()) if total is None else total.sqrt().to(torch.float32)
 
 
+def step_alone(optimizer: Optimizer, index: int, parameter: Tensor, *, key: str) -> None:
+    """Take an optimizer's step for one of its parameters.
+
+    Args:
+        optimizer: Its groups are as they were afterwards.
+        index: Of the parameter's group. Not the group itself: loading a state dict makes new ones.
+        parameter: With a gradient.
+        key: The config key that asks for this, for the message.
+
+    Raises:
+        UserError: The optimizer keeps something for all of its parameters together.
+    """
+    groups = optimizer.param_groups
+    group = groups[index]
+    alone = {**group, "params": [parameter]}
+    optimizer.param_groups = [alone]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    for name, value in alone.items():
+        # Such a value would have to change once a step, not once a parameter.
+        if name != "params" and value is not group.get(name):
+            raise UserError(
+                f"{key}=true: {type(optimizer).__name__} keeps '{name}' for all of its parameters"
+                f" together and cannot be stepped one at a time; set {key}=false"
+            )
+
+
 class OptimizerInBackward:
     """Makes an ordinary optimizer step inside backward, one parameter at a time.
 
@@ -76,6 +105,9 @@ class OptimizerInBackward:
         optimizer: The optimizer that steps.
     """
 
+    #: The config key that asks for it, for messages.
+    key = "optimizer_in_bwd"
+
     def __init__(self, optimizer: Optimizer) -> None:
         """Hook every parameter of the optimizer.
 
@@ -87,9 +119,8 @@ class OptimizerInBackward:
         """
         if not isinstance(vars(optimizer).get("param_groups"), list):
             raise UserError(
-                f"optimizer_in_bwd=true: {type(optimizer).__name__} wraps another optimizer and"
-                " cannot be stepped one parameter at a time; set optimizer_in_bwd=false or name"
-                " the optimizer itself"
+                f"{self.key}=true: {type(optimizer).__name__} wraps another optimizer and cannot be"
+                f" stepped one parameter at a time; set {self.key}=false or name the optimizer itself"
             )
         self.optimizer = optimizer
         self._norm = GradientNorm()
@@ -111,23 +142,12 @@ class OptimizerInBackward:
         assert parameter.grad is not None
         self._norm.add(parameter.grad)
         self._free_last_buffer(parameter.grad)
-        groups = self.optimizer.param_groups
-        group = groups[index]
-        alone = {**group, "params": [parameter]}
-        self.optimizer.param_groups = [alone]
-        try:
-            self.optimizer.step()
-        finally:
-            self.optimizer.param_groups = groups
+        self._update(index, parameter)
         parameter.grad = None
-        for key, value in alone.items():
-            # Such a value would have to change once a step, not once a parameter.
-            if key != "params" and value is not group.get(key):
-                raise UserError(
-                    f"optimizer_in_bwd=true: {type(self.optimizer).__name__} keeps '{key}' for all"
-                    " of its parameters together and cannot be stepped one at a time;"
-                    " set optimizer_in_bwd=false"
-                )
+
+    def _update(self, index: int, parameter: Tensor) -> None:
+        """Take the optimizer's step for one parameter; arguments as of :meth:`_step_one`."""
+        step_alone(self.optimizer, index, parameter, key=self.key)
 
     def _free_last_buffer(self, gradient: Tensor) -> None:
         """Free the gradients of the FSDP group before this one, if torch still holds them.

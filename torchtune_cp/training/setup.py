@@ -34,8 +34,10 @@ from torchtune_cp.training.memory import (
     apply_activation_checkpointing,
     apply_activation_offloading,
     apply_selective_checkpointing,
+    apply_tiled_mlp,
 )
 from torchtune_cp.training.optim_in_bwd import OptimizerInBackward
+from torchtune_cp.training.optim_on_host import OptimizerOnHost
 from torchtune_cp.training.profiler import setup_torch_profiler
 from torchtune_cp.training.step import gradient_norm
 
@@ -128,6 +130,8 @@ def build_model(
     if meshes.tp.size() > 1:
         plan = cfg.tensor_parallel_plan
         apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
+    if cfg.mlp_tile_tokens is not None:
+        apply_tiled_mlp(model, cfg.mlp_tile_tokens)
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
@@ -189,7 +193,8 @@ def build_optimizer(
 ) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 
-    With ``optimizer_in_bwd`` it steps inside backward; it and its schedule are used as ever.
+    With ``optimizer_in_bwd`` it steps inside backward, with ``optimizer_on_host`` beside it; it and its
+    schedule are used as ever.
 
     Args:
         cfg: The run's config.
@@ -204,6 +209,8 @@ def build_optimizer(
     norm: Callable[[], torch.Tensor] = partial(gradient_norm, model)
     if cfg.optimizer_in_bwd:
         norm = OptimizerInBackward(optimizer).gradient_norm
+    elif cfg.optimizer_on_host:
+        norm = OptimizerOnHost(optimizer, torch.device(cfg.device)).gradient_norm
     if cfg.lr_scheduler is None:
         return optimizer, None, norm
     scheduler = instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)

@@ -5,10 +5,12 @@ from torchtune_cp.training.memory.checkpointing import (
     apply_selective_checkpointing,
 )
 from torchtune_cp.training.memory.offloading import ActivationOffload, apply_activation_offloading
+from torchtune_cp.training.memory.tiled_mlp import apply_tiled_mlp
 
 __all__ = [
     "ActivationOffload",
     "apply_activation_checkpointing",
     "apply_activation_offloading",
     "apply_selective_checkpointing",
+    "apply_tiled_mlp",
 ]

@@ -18,6 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchtune_cp.training.memory import host as host_memory
+
 if TYPE_CHECKING:
     from torchtune_cp.models import LanguageModel
 
@@ -32,7 +34,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _has_storage(local: Tensor) -> bool:
     """Whether a tensor is a plain one; other kinds have no storage of their own to copy."""
-    return type(local) in (Tensor, nn.Parameter) and local.layout == torch.strided
+    return type(local) in host_memory.PLAIN_TENSORS and local.layout == torch.strided
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -207,11 +209,8 @@ class ActivationOffload:
         )
 
     def _to_host(self, layer: _LayerPass, storage: torch.UntypedStorage) -> _HostCopy:
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # Pinned memory comes from torch's cache of it: only the first step pays for the pinning.
-        host = torch.empty(
-            source.numel(), dtype=torch.uint8, pin_memory=source.device.type != "cpu"
-        )
+        source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        host = host_memory.empty_on_host(source.numel(), self._device)
         self._copy_stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._copy_stream):
             host.copy_(source, non_blocking=True)

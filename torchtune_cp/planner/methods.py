@@ -1,0 +1,85 @@
+"""Lets a plan look inside attention over documents, which is one operator to everybody else.
+
+The methods ``allgather`` and ``ulysses``, and packed documents and windows in a ring, run as operators of
+this project's own. To a fake mode such an operator is its results' shapes; here what it does is run, so
+that its buffers, its kernels and what it sends are seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+
+from torchtune_cp.distributed.context_parallel import manager, ops, plan
+from torchtune_cp.distributed.context_parallel.kernels import (
+    Call,
+    PlainCall,
+    VarlenCall,
+    at_most,
+    by_limits,
+)
+from torchtune_cp.distributed.context_parallel.tiles import Tile
+from torchtune_cp.planner.torch_private import no_modes
+
+#: The namespace of the operators.
+NAMESPACE = "torchtune_cp"
+
+#: What each operator does.
+BODIES: dict[str, Callable[..., Any]] = {
+    "attention": ops.attend,
+    "attention_backward": ops.attend_backward,
+    "to_heads": ops.to_heads,
+    "to_heads_backward": ops.to_heads_backward,
+    "to_tokens": ops.to_tokens,
+    "to_tokens_backward": ops.to_tokens_backward,
+}
+
+
+def pairs_of_this_rank() -> int:
+    """Query-key pairs of a head in the batch whose region is active."""
+    active = ops._executor().plan
+    return active.layout.pairs()[active.rank]
+
+
+def _calls_on_gpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) -> list[Call]:
+    """The calls that would be chosen for the same tiles on CUDA, their indices on ``device``."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return [VarlenCall(group, device) for group in by_limits(tiles)]
+    return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]
+
+
+def _outside(function: Callable[..., Any], then: Callable[[Any], Any] = lambda _: None) -> Any:
+    """A function that runs in no mode: what it decides depends on values."""
+
+    def real(*args: Any, **kwargs: Any) -> Any:
+        with no_modes():
+            result = function(*args, **kwargs)
+            then(result)
+            return result
+
+    return real
+
+
+@contextlib.contextmanager
+def document_attention_seen(*, gpu: bool) -> Generator[None, None, None]:
+    """Make layouts and schedules of real numbers, with the kernels of a GPU if asked for.
+
+    Args:
+        gpu: Whether kernels are those of a GPU.
+    """
+    replaced = [
+        (manager, "document_layout", _outside(manager.document_layout, lambda made: made.indices)),
+        (manager, "whole_rows", _outside(manager.whole_rows)),
+        (manager, "make_plan", _outside(manager.make_plan)),
+        (plan.Plan, "calls", _outside(plan.Plan.calls)),
+    ]
+    if gpu:
+        replaced.append((plan, "calls_of", _calls_on_gpu))
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield

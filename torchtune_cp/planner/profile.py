@@ -1,0 +1,236 @@
+"""From traces of a model with few layers to the step of the whole model.
+
+Layers are alike, so every operator's live bytes are an affine function of the number of layers, and so is
+every sum. Two traces that differ by one layer (by one period, where only every N-th layer is checkpointed)
+give that function. It is taken operator by operator, because the peak is a maximum: the operator at which it
+lies may be another one in the whole model. The first and last layers of the traces stand for the first
+and last layers of the model; the layers between grow evenly from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer
+
+#: The fewest layers of which the first two and the last two are as in any deeper model.
+FEWEST = 4
+
+
+@dataclass
+class Moment:
+    """The most bytes during one visit of a layer, or of a module outside of the layers.
+
+    Attributes:
+        place: Where.
+        device: Bytes on the device by category.
+        host: Bytes on the host then.
+    """
+
+    place: Place
+    device: dict[str, int]
+    host: int
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return sum(self.device.values())
+
+
+@dataclass
+class Profile:
+    """A step of the whole model as one rank sees it.
+
+    Attributes:
+        moments: In the order of the step.
+        transfers: Bytes sent by this rank and calls, by kind.
+        flops: By kind and whether computed a second time.
+        moved: Bytes read and written by operators that are no products.
+        copied: Bytes copied to the host and back.
+        host_peak: The most bytes on the host.
+        staging: See :class:`~torchtune_cp.planner.trace.Trace`.
+    """
+
+    moments: list[Moment]
+    transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)
+    flops: dict[tuple[str, bool], float] = field(default_factory=dict)
+    moved: float = 0.0
+    copied: float = 0.0
+    host_peak: int = 0
+    staging: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes on the device."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def layers_to_trace(num_layers: int, period: int = 1) -> tuple[int, int] | None:
+    """Choose the depths of the two traces.
+
+    Args:
+        num_layers: Of the model.
+        period: After how many layers they repeat.
+
+    Returns:
+        Two depths, one period apart, that leave the model's remainder; None where the model itself is
+        hardly deeper and is traced whole.
+    """
+    few = max(FEWEST, 2 * period)
+    few += (num_layers - few) % period
+    return (few, few + period) if num_layers > few + period else None
+
+
+def _rows(trace: Trace) -> dict[Place, np.ndarray]:
+    order = np.argsort(trace.place, kind="stable")
+    splits = np.flatnonzero(np.diff(trace.place[order])) + 1
+    return {trace.places[trace.place[rows[0]]]: rows for rows in np.split(order, splits)}
+
+
+def _visits(trace: Trace) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Runs of operators of the same phase in the same layer."""
+    keys = np.array([hash((p.phase, p.layer)) for p in trace.places])[trace.place]
+    starts = [0, *(np.flatnonzero(np.diff(keys)) + 1), len(keys)]
+    for first, end in pairwise(starts):
+        place = trace.places[trace.place[first]]
+        yield place.phase, place.layer, np.arange(first, end)
+
+
+def _most(places: list[Place], device: np.ndarray, host: np.ndarray) -> Moment:
+    at = int(device.sum(axis=1).argmax())
+    values = {name: round(float(v)) for name, v in zip(CATEGORIES, device[at], strict=True)}
+    return Moment(places[at], values, round(float(host[at])))
+
+
+def whole(trace: Trace) -> Profile:
+    """The profile of a trace that has all layers."""
+    moments = [
+        _most([trace.places[i] for i in trace.place[rows]], trace.device[rows], trace.host[rows])
+        for _, _, rows in _visits(trace)
+    ]
+    return Profile(
+        moments,
+        transfers=dict(trace.transfers),
+        flops=dict(trace.flops),
+        moved=trace.moved,
+        copied=trace.copied,
+        host_peak=int(trace.host.max()),
+        staging=trace.staging,
+    )
+
+
+def _grown(few: dict[Any, Any], more: dict[Any, Any], times: float) -> dict[Any, Any]:
+    grown = {}
+    for key in {**few, **more}:
+        a, b = np.asarray(few.get(key, 0.0)), np.asarray(more.get(key, 0.0))
+        value = b + times * (b - a)
+        grown[key] = tuple(value.tolist()) if value.ndim else float(value)
+    return grown
+
+
+def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) -> Profile:
+    """Extrapolate two traces to the whole model.
+
+    Args:
+        few: Of ``depths[0]`` layers.
+        more: Of ``depths[1]`` layers.
+        depths: From :func:`layers_to_trace`.
+        num_layers: Of the model.
+
+    Returns:
+        The profile of ``num_layers`` layers.
+    """
+    fewer, period = depths[0], depths[1] - depths[0]
+    times = (num_layers - depths[1]) // period
+    front = -(-fewer // 2)  # layers counted from the first one; the others from the last one
+    rows_few, rows_more = _rows(few), _rows(more)
+    all_few = np.column_stack([few.device, few.host]).astype(float)
+    all_more = np.column_stack([more.device, more.host]).astype(float)
+
+    grown = np.empty_like(all_more)
+    row_slope = np.zeros_like(all_more)  # of the middle layers: from one period to the next
+    for place, rows in rows_more.items():
+        is_middle = front <= place.layer < front + period
+        if is_middle:
+            before = rows_more.get(place._replace(layer=place.layer - period))
+            if before is not None and len(before) == len(rows):
+                row_slope[rows] = all_more[rows] - all_more[before]
+            # A layer in the middle of the deeper model, counted from the first one, as `before` is.
+            twin = place._replace(layer=place.layer - period)
+        else:
+            back = place.layer >= front + period
+            twin = place._replace(layer=place.layer - period) if back else place
+        other = rows_few.get(twin)
+        if other is not None and len(other) == len(rows):
+            slope = all_more[rows] - all_few[other]
+            if is_middle:
+                base = rows_more[twin]
+                slope = all_more[base] - all_few[other]
+            grown[rows] = all_more[rows] + times * slope
+        else:
+            grown[rows] = _by_maximum(all_more[rows], all_few, other, times)
+
+    moments: list[Moment] = []
+    pending: list[tuple[str, int, np.ndarray]] = []
+
+    def moment(rows: np.ndarray, values: np.ndarray, layer_shift: int = 0) -> Moment:
+        places = []
+        for i in more.place[rows]:
+            place = more.places[i]
+            if place.layer >= 0:
+                place = place._replace(layer=place.layer + layer_shift)
+            places.append(place)
+        return _most(places, values[:, :-1], values[:, -1])
+
+    def flush() -> None:
+        """Repeat what the middle layers did, once for each further period."""
+        if not pending:
+            return
+        repeats = range(times + 1)
+        if pending[0][0] == "backward":
+            repeats = repeats[::-1]
+        for k in repeats:
+            for _, layer, rows in pending:
+                values = grown[rows]
+                if front <= layer < front + period:
+                    values = values + k * row_slope[rows]
+                moments.append(moment(rows, values, k * period))
+        pending.clear()
+
+    for phase, layer, rows in _visits(more):
+        if front <= layer < front + period:
+            if pending and pending[0][0] != phase:
+                flush()
+            pending.append((phase, layer, rows))
+        else:
+            flush()
+            shift = times * period if layer >= front + period else 0
+            moments.append(moment(rows, grown[rows], shift))
+    flush()
+    peak_host = max(grown[:, -1].max(), *(moment.host for moment in moments))
+    return Profile(
+        moments,
+        transfers=_grown(few.transfers, more.transfers, times),
+        flops=_grown(few.flops, more.flops, times),
+        moved=more.moved + times * (more.moved - few.moved),
+        copied=more.copied + times * (more.copied - few.copied),
+        host_peak=round(float(peak_host)),
+        staging=more.staging,
+    )
+
+
+def _by_maximum(
+    values: np.ndarray, all_few: np.ndarray, other: np.ndarray | None, times: int
+) -> np.ndarray:
+    """Where operators do not pair up (one for each parameter), extrapolate the largest of them."""
+    if other is None:
+        return values
+    most = values[values[:, :-1].sum(axis=1).argmax()]
+    few = all_few[other]
+    most_few = few[few[:, :-1].sum(axis=1).argmax()]
+    return values + times * (most - most_few)

@@ -1,0 +1,155 @@
+"""A plan as a table for people and as plain values for programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torchtune_cp.planner.estimate import model_flops
+from torchtune_cp.planner.plan import Plan, in_words
+from torchtune_cp.planner.trace import CATEGORIES, MEANING
+
+FLOPS_CONVENTION = (
+    "a multiplication with its addition counts as 2; causal attention counts the pairs that the mask lets"
+    " through; MFU leaves out whatever is computed a second time"
+)
+
+
+def _rows(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            c.ljust(w) if i == 0 or i == len(row) - 1 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _seconds(time: float) -> str:
+    return f"{time:,.2f} s" if time >= 1 else f"{time * 1e3:,.2f} ms"
+
+
+def as_table(plan: Plan, seq_source: str) -> str:
+    """The plan for people.
+
+    Args:
+        plan: The plan.
+        seq_source: Where its sequence length comes from.
+    """
+    device, peak = plan.world.device, plan.peak
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.degrees.items() if size > 1)
+    lines = [
+        f"{plan.world.size} x {device.name}: {mesh or 'one rank'};"
+        f" sequences of {plan.seq_len:,} tokens ({seq_source}), {plan.tokens:,} tokens a step",
+        "",
+        f"Memory of rank {plan.rank} at its peak: {peak.place.describe()}",
+    ]
+    rows: list[tuple[str, ...]] = [
+        (name, in_words(peak.device[name]), MEANING[name])
+        for name in CATEGORIES
+        if peak.device[name]
+    ]
+    rows.append(("tensors", in_words(peak.total), "to the byte" if not device.is_gpu else ""))
+    rows += [(name, in_words(count), "estimate") for name, count in plan.beside.items()]
+    fit = "fits" if plan.fits else f"DOES NOT FIT: {in_words(plan.needed - device.memory)} too much"
+    rows.append(("needed", in_words(plan.needed), f"of {in_words(device.memory)}: {fit}"))
+    if plan.profile.host_peak:
+        node = plan.profile.host_peak * plan.world.per_node
+        rows.append(("host", in_words(plan.profile.host_peak), f"{in_words(node)} a node"))
+    lines += _rows(rows)
+    lines += ["", "Sent by a rank in a step"]
+    transfers: list[tuple[str, ...]] = [("mesh", "collective", "calls", "bytes", "")]
+    for (mesh_name, kind), (sent, calls) in sorted(sent_by_mesh(plan).items()):
+        transfers.append((mesh_name, kind, f"{calls:,.0f}", in_words(sent), ""))
+    lines += _rows(transfers) if len(transfers) > 1 else ["  nothing"]
+    time = plan.time
+    lines += [
+        "",
+        f"Arithmetic of a rank in a step ({FLOPS_CONVENTION})",
+        *_rows(
+            [
+                (
+                    f"{kind}{' again' if again else ''}",
+                    f"{number / 1e12:,.2f} TFLOP"
+                    if number >= 1e10
+                    else f"{number / 1e6:,.2f} MFLOP",
+                    "",
+                )
+                for (kind, again), number in sorted(plan.profile.flops.items())
+            ]
+        ),
+        "",
+        "Estimated step"
+        f": {_seconds(time.total)}, {plan.tokens_per_second:,.0f} tokens/s a device, MFU {time.mfu:.1%}"
+        f" (products and attention {_seconds(time.compute)}, memory-bound operators {_seconds(time.memory)},"
+        f" waiting for other ranks {_seconds(time.waiting)}, beside it {_seconds(time.beside)})",
+    ]
+    lines += [f"Note: {note}." for note in plan.notes]
+    return "\n".join(lines)
+
+
+def sent_by_mesh(plan: Plan) -> dict[tuple[str, str], tuple[float, float]]:
+    """Bytes and calls of the planned rank, by mesh dimension and collective."""
+    totals: dict[tuple[str, str], tuple[float, float]] = {}
+    for transfer, (sent, calls) in plan.profile.transfers.items():
+        key = transfer.mesh, transfer.kind
+        before = totals.get(key, (0.0, 0.0))
+        totals[key] = before[0] + sent, before[1] + calls
+    return totals
+
+
+def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
+    """The plan for programs: plain values, bytes, operations and seconds.
+
+    Args:
+        plan: The plan.
+        seq_source: Where its sequence length comes from.
+    """
+    device, time = plan.world.device, plan.time
+    return {
+        "world_size": plan.world.size,
+        "ranks_per_node": plan.world.per_node,
+        "device": device.name,
+        "device_bytes": device.memory if math.isfinite(device.memory) else None,
+        "mesh": plan.degrees,
+        "seq_len": plan.seq_len,
+        "seq_len_from": seq_source,
+        "tokens_per_step": plan.tokens,
+        "fits": plan.fits,
+        "needed_bytes": plan.needed,
+        "estimates_bytes": plan.beside,
+        "rank": plan.rank,
+        "ranks": {
+            str(rank): {
+                "peak_bytes": profile.peak.total,
+                "peak_at": profile.peak.place._asdict(),
+                "peak_parts_bytes": profile.peak.device,
+                "host_peak_bytes": profile.host_peak,
+                "sent": [
+                    {**transfer._asdict(), "bytes": sent, "calls": calls}
+                    for transfer, (sent, calls) in profile.transfers.items()
+                ],
+                "flops": [
+                    {"kind": kind, "again": again, "flops": number}
+                    for (kind, again), number in profile.flops.items()
+                ],
+                "model_flops": model_flops(profile),
+                "memory_bound_bytes": profile.moved,
+                "copied_to_host_and_back_bytes": profile.copied,
+            }
+            for rank, profile in plan.ranks.items()
+        },
+        "estimated_step_seconds": time.total,
+        "estimated_tokens_per_second_per_device": plan.tokens_per_second,
+        "estimated_mfu": time.mfu,
+        "estimated_seconds": {
+            "compute": time.compute,
+            "memory_bound": time.memory,
+            "waiting": time.waiting,
+            "beside": time.beside,
+        },
+        "flops_convention": FLOPS_CONVENTION,
+        "notes": plan.notes,
+    }

@@ -1,0 +1,104 @@
+"""The longest sequence that fits, in few simulations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torchtune_cp.errors import UserError
+from torchtune_cp.planner.plan import Plan, in_words
+
+#: The search ends when what is left would hold less than this share of the sequence.
+CLOSE_ENOUGH = 0.002
+#: Lengths are multiples of this, and of what the mesh asks for.
+GRAIN = 256
+#: A length is at most this many times the longest one known to fit.
+GROWTH = 4
+#: Simulations at most; what has been found by then is returned.
+MOST_PLANS = 24
+
+
+def longest(
+    plan_at: Callable[[int], Plan],
+    multiple: int,
+    start: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Find the longest sequence whose plan fits.
+
+    Needed memory grows with the length along straight lines (attention needs none that grows with its
+    square), of which the steepest ones come last: a convex curve. Its chords and their extensions
+    bound the length that is looked for from below and from above, and the next length to try lies on one of
+    these bounds. What is returned has been simulated at its own length.
+
+    Args:
+        plan_at: Makes the plan of a length.
+        multiple: What a length must divide by.
+        start: The first length to try.
+        say: Is told of each plan.
+
+    Returns:
+        The plan of the longest sequence found.
+
+    Raises:
+        UserError: Not even the shortest sequence fits, or memory has no limit.
+    """
+    grain = -(-GRAIN // multiple) * multiple
+
+    def rounded(length: float) -> int:
+        return max(int(length) // grain * grain, grain)
+
+    plans: dict[int, Plan] = {}
+
+    def look(length: int) -> Plan:
+        if length not in plans:
+            plan = plans[length] = plan_at(length)
+            say(
+                f"{length:,} tokens need {in_words(plan.needed)}: {'fits' if plan.fits else 'too much'}"
+            )
+        return plans[length]
+
+    memory = look(rounded(start)).world.device.memory
+    if memory == float("inf"):
+        raise UserError(
+            "--max-seq-len: this device's memory has no limit; name a GPU with --device"
+        )
+    if not look(rounded(start)).fits and not look(grain).fits:
+        need = plans[grain].needed
+        raise UserError(
+            f"not even {grain} tokens fit: they need {in_words(need)} of {in_words(memory)}"
+        )
+    if len(plans) == 1:
+        look(rounded(2 * start))
+    last = rounded(start)
+    while len(plans) < MOST_PLANS:
+        fitting = sorted(n for n, plan in plans.items() if plan.fits)
+        too_long = sorted(n for n, plan in plans.items() if not plan.fits)
+        near = max(grain, CLOSE_ENOUGH * fitting[-1])
+        above = _where(plans, fitting[-2:], memory)
+        if above - fitting[-1] < near or (too_long and too_long[0] - fitting[-1] <= near):
+            break
+        if not too_long:
+            guess = min(above, GROWTH * fitting[-1])
+        else:
+            below = _where(plans, [fitting[-1], too_long[0]], memory)
+            above = min(above, _where(plans, too_long[:2], memory))
+            if not plans[last].fits:
+                guess = below
+            elif above < too_long[0]:
+                guess = above
+            else:
+                guess = (below + too_long[0]) / 2
+            guess = min(guess, too_long[0] - grain)
+        last = max(rounded(guess), fitting[-1] + grain)
+        look(last)
+    return plans[max(n for n, plan in plans.items() if plan.fits)]
+
+
+def _where(plans: dict[int, Plan], lengths: list[int], memory: float) -> float:
+    """Where the line through two lengths needs all memory; infinite where there is no such line."""
+    if len(lengths) < 2:
+        return math.inf
+    a, b = lengths
+    slope = (plans[b].needed - plans[a].needed) / (b - a)
+    return a + (memory - plans[a].needed) / slope if slope > 0 else math.inf

@@ -1,0 +1,342 @@
+"""Runs the recipe's own step as one rank of any mesh, on tensors without memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchtune_cp.config import FullFinetuneConfig, instantiate
+from torchtune_cp.distributed import Meshes
+from torchtune_cp.errors import UserError
+from torchtune_cp.models.transformer import TransformerDecoder
+from torchtune_cp.planner.cuda_shapes import (
+    attention_inside,
+    flash_attention_workspace,
+    gpu_operators,
+)
+from torchtune_cp.planner.methods import document_attention_seen
+from torchtune_cp.planner.profile import Profile, deeper, layers_to_trace, whole
+from torchtune_cp.planner.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_process_group,
+    real_meshes,
+    uncached,
+    unseen_sharding_propagation,
+    watching_fsdp,
+)
+from torchtune_cp.planner.trace import Trace
+from torchtune_cp.planner.tracker import StepTracker
+from torchtune_cp.training.memory import host as host_memory
+from torchtune_cp.training.nonfinite import step_totals
+from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
+from torchtune_cp.training.train_step import TrainStep
+
+_CPU = torch.device("cpu")
+
+
+class _NoWeights:
+    """Stands where a run has its checkpointer: shapes are all that a plan needs."""
+
+    def source(self, model: nn.Module, seed: int) -> _NoWeights:
+        return self
+
+    def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape)
+
+
+def planned_config(cfg: FullFinetuneConfig, num_layers: int | None) -> FullFinetuneConfig:
+    """The config that is simulated in place of a run's.
+
+    Args:
+        cfg: The run's.
+        num_layers: Layers to simulate, None for all.
+
+    Returns:
+        It on the CPU, without compilation, with fewer layers.
+    """
+    model = cfg.model
+    if num_layers is not None:
+        model = OmegaConf.create(
+            {
+                "_component_": "torchtune_cp.models.depth.first_layers",
+                "model": cfg.model,
+                "num_layers": num_layers,
+            }
+        )
+    return dataclasses.replace(cfg, device="cpu", compile=False, model=model)
+
+
+def _mesh_names(meshes: Meshes) -> Callable[[dist.ProcessGroup, str], str]:
+    """Name process groups by the mesh dimension they belong to.
+
+    Dimensions of the same ranks may share a group: what FSDP does then tells them apart.
+    """
+    fsdp = {
+        meshes.fsdp.get_group(i).group_name: name
+        for i, name in enumerate(meshes.fsdp.mesh_dim_names or ())
+    }
+    names = {
+        mesh.get_group().group_name: name
+        for name, mesh in (
+            ("loss", meshes.loss),
+            ("dp", meshes.dp),
+            ("tp", meshes.tp),
+            ("cp", meshes.cp),
+        )
+        if mesh.size() > 1
+    }
+
+    def name(group: dist.ProcessGroup, activity: str) -> str:
+        first, second = (fsdp, names) if activity in ("gather", "reduce") else (names, fsdp)
+        key = group.group_name
+        return first.get(key) or second.get(key) or "world"
+
+    return name
+
+
+def _make_state(optimizer: Optimizer, model: nn.Module) -> None:
+    """Let an optimizer create its state, by a step with gradients of zero."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _step_as_on_gpu(optimizer: Optimizer) -> None:
+    """Let an optimizer step through all parameters at once, as it does on a GPU unless told otherwise.
+
+    It then makes intermediates of the size of all parameters together. On a CPU its default is one
+    parameter after the other.
+    """
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _batch(cfg: FullFinetuneConfig, seq_len: int) -> dict[str, Tensor]:
+    shape = (cfg.batch_size, seq_len)
+    return {
+        name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "input_pos")
+    }
+
+
+@contextlib.contextmanager
+def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
+    replaced = {
+        name: getattr(host_memory, name)
+        for name in ("empty_on_host", "empty_like_on_host", "host_thread")
+    }
+
+    def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with tracker.on_host():
+                return function(*args, **kwargs)
+
+        return run
+
+    class AtOnce(Executor):
+        """Tensors without memory belong to one thread: work on the host is done where it is given."""
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(on_host(fn)(*args, **kwargs))
+            return future
+
+    for name in ("empty_on_host", "empty_like_on_host"):
+        setattr(host_memory, name, on_host(replaced[name]))
+    host_memory.host_thread = AtOnce
+    host_memory.PLAIN_TENSORS.add(FakeTensor)
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(host_memory, name, function)
+        host_memory.PLAIN_TENSORS.discard(FakeTensor)
+
+
+def simulate(
+    cfg: FullFinetuneConfig,
+    *,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    gpu: bool,
+    separate_host: bool | None = None,
+    num_layers: int | None = None,
+) -> Trace:
+    """Run one optimizer step of the recipe as one rank sees it, without its memory and its peers.
+
+    Everything is built by the recipe's own functions and the step is the recipe's. The optimizer's state
+    exists when the step begins, as it does in every step but the first.
+
+    Args:
+        cfg: The run's config.
+        rank: The rank to play.
+        world_size: Ranks of the run.
+        seq_len: Tokens of each sequence, before padding.
+        gpu: Whether operators are those of a GPU.
+        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        num_layers: Layers of the model to keep, None for all.
+
+    Returns:
+        The step's trace.
+    """
+    cfg = planned_config(cfg, num_layers)
+    separate_host = gpu if separate_host is None else separate_host
+    offloads_shards = cfg.fsdp_cpu_offload and separate_host
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_process_group(rank, world_size))
+        stack.enter_context(real_meshes())
+        dims = parallel_dims(cfg)
+        meshes = Meshes.build(dims, "cpu")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # layouts of documents are real
+        tracker = StepTracker(
+            _mesh_names(meshes),
+            flash_attention_workspace,
+            uncached=lambda: uncached(mode),
+            separate_host=separate_host,
+        )
+        if gpu:
+            stack.enter_context(gpu_operators())
+        stack.enter_context(document_attention_seen(gpu=gpu))
+        stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
+        stack.enter_context(unseen_sharding_propagation())
+        stack.enter_context(_host_memory(tracker))
+        stack.enter_context(
+            watching_fsdp(tracker.doing, lambda gradient: tracker.name(gradient, "gradients"))
+        )
+        stack.enter_context(tracker.seeing_resizes())
+        stack.enter_context(mode)
+        stack.enter_context(tracker)
+
+        model = build_model(cfg, _NoWeights(), meshes, _CPU, seed=0)  # type: ignore[arg-type]
+        optimizer, _, gradient_norm = build_optimizer(cfg, model, total_steps=2)
+        if gpu:
+            _step_as_on_gpu(optimizer)
+        _make_state(optimizer, model)
+        gradient_norm()
+        loss_fn = instantiate(cfg.loss)
+
+        def loss_inside(*args: Any, **kwargs: Any) -> Tensor:
+            with tracker.doing("loss"):
+                loss: Tensor = loss_fn(*args, **kwargs)
+                return loss
+
+        model.train()
+        tracker.watch(model)
+        for parameter in model.parameters():
+            tracker.name(parameter, "parameters", on_host=offloads_shards)
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    tracker.name(
+                        value, "optimizer", on_host=offloads_shards or cfg.optimizer_on_host
+                    )
+        train = TrainStep(
+            cfg, model, optimizer, gradient_norm, loss_inside, meshes, dims, device=_CPU
+        )
+        batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
+        train.finish()  # what the step before would have left, such as float8's scales
+        tracker.start()
+        gradients = train.backward(batches)
+        step_totals(meshes, gradients.losses, gradients.norm, _CPU)
+        tracker.phase = "update"
+        train.update(gradients.norm)
+        tracker.phase = "finish"
+        train.finish()
+        trace = tracker.stop(shards_on_host=offloads_shards)
+        if offloads_shards:
+            trace.staging = 2 * _largest_group(model)
+            trace.copied += sum(_local_bytes(p) * 2 for p in model.parameters())
+        return trace
+
+
+def _local_bytes(parameter: Tensor) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.itemsize
+
+
+def _largest_group(model: nn.Module) -> int:
+    """Bytes of the shards of the largest group of parameters that FSDP gathers together."""
+    groups: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        group = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+        groups[group] = groups.get(group, 0) + _local_bytes(parameter)
+    return max(groups.values())
+
+
+def checkpointing_period(cfg: FullFinetuneConfig) -> int:
+    """After how many layers a model repeats itself: N where only every N-th is checkpointed."""
+    option = str(cfg.ac_option)
+    if cfg.ac_mode == "selective" and option.isdigit() and not cfg.enable_activation_checkpointing:
+        return int(option)
+    return 1
+
+
+def number_of_layers(cfg: FullFinetuneConfig) -> int:
+    """Layers of the model that a config names; nothing is allocated.
+
+    Raises:
+        UserError: It names no decoder.
+    """
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    if not isinstance(model, TransformerDecoder):
+        raise UserError(
+            f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
+            " a plan is made for the decoders of torchtune_cp.models"
+        )
+    return model.config.num_layers
+
+
+def rank_profile(
+    cfg: FullFinetuneConfig,
+    *,
+    rank: int,
+    world_size: int,
+    seq_len: int,
+    gpu: bool,
+    separate_host: bool | None = None,
+    exact: bool = False,
+) -> Profile:
+    """The step of the whole model as one rank sees it.
+
+    Args:
+        cfg: The run's config.
+        rank: The rank to play.
+        world_size: Ranks of the run.
+        seq_len: Tokens of each sequence, before padding.
+        gpu: Whether operators are those of a GPU.
+        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        exact: Run all layers rather than extrapolate from a few.
+    """
+    play = partial(
+        simulate,
+        cfg,
+        rank=rank,
+        world_size=world_size,
+        seq_len=seq_len,
+        gpu=gpu,
+        separate_host=separate_host,
+    )
+    num_layers = number_of_layers(cfg)
+    depths = layers_to_trace(num_layers, checkpointing_period(cfg))
+    # A layer with a group of its own is not like the others.
+    singled_out = any(name.startswith("layers.") for name in cfg.custom_sharded_layers or [])
+    if exact or depths is None or singled_out:
+        return whole(play())
+    few, more = (play(num_layers=depth) for depth in depths)
+    return deeper(few, more, depths, num_layers)

@@ -1,0 +1,106 @@
+"""What a simulated step leaves behind: memory, arithmetic and traffic, operator by operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+#: What the bytes on the device are, in the order of tables and pictures.
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "attention",
+    "loss",
+    "working",
+    "batch",
+)
+
+#: One line each, for people.
+MEANING = {
+    "parameters": "this rank's shards of the parameters",
+    "gradients": "gradients, whole before and sharded after their reduction, with its buffers",
+    "optimizer": "optimizer state and what its step needs for a moment",
+    "activations": "kept from forward for backward",
+    "gathered": "parameters gathered for computation, with the buffers of the gathering",
+    "attention": "working space of attention, forward and backward",
+    "loss": "logits of a chunk, gradients of hidden states and of the output projection",
+    "working": "working space of the layers: what is made and used up in one pass",
+    "batch": "token ids, labels, positions",
+}
+
+#: The stages of a step.
+PHASES = ("count", "forward", "backward", "norm", "update", "finish")
+
+
+class Place(NamedTuple):
+    """Where in the step an operator runs.
+
+    Attributes:
+        phase: One of :data:`PHASES`.
+        layer: Index of the transformer layer, -1 outside.
+        path: Module below the layer, or of the model; empty outside of modules.
+        activity: ``attention``, ``loss``, ``gather``, ``reduce`` or empty.
+        again: Whether forward is being computed a second time, inside backward.
+    """
+
+    phase: str
+    layer: int
+    path: str
+    activity: str
+    again: bool = False
+
+    def describe(self) -> str:
+        """Say it in words."""
+        module = self.path if self.layer < 0 else f"layers.{self.layer}.{self.path}".rstrip(".")
+        what = "recomputation in backward" if self.again else self.phase
+        extra = {"gather": ", gathering parameters", "reduce": ", reducing gradients"}
+        return f"{what}{' of ' if module else ''}{module}{extra.get(self.activity, '')}"
+
+
+class Transfer(NamedTuple):
+    """One kind of collective on one mesh dimension.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        mesh: Name of the mesh dimension.
+        phase: One of :data:`PHASES`.
+    """
+
+    kind: str
+    mesh: str
+    phase: str
+
+
+@dataclass
+class Trace:
+    """A step as one rank sees it.
+
+    Attributes:
+        places: The distinct places.
+        place: [ops] index into ``places`` of each operator.
+        device: [ops, categories] bytes on the device while each operator runs (its own working space
+            included), by :data:`CATEGORIES`.
+        host: [ops] bytes in host memory; all 0 where the device is the host.
+        transfers: Bytes sent by this rank and calls.
+        flops: Floating-point operations by (kind, whether computed a second time); kinds are
+            ``matmul``, ``attention`` and ``attention_backward``.
+        moved: Bytes that operators without a matrix product read and write on the device.
+        copied: Bytes copied to the host and back.
+        staging: Estimated bytes of shards on their way from the host to be gathered, which a CPU has no
+            need to copy.
+    """
+
+    places: list[Place]
+    place: np.ndarray
+    device: np.ndarray
+    host: np.ndarray
+    transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)
+    flops: dict[tuple[str, bool], float] = field(default_factory=dict)
+    moved: float = 0.0
+    copied: float = 0.0
+    staging: int = 0

@@ -1,0 +1,411 @@
+"""Watches a step operator by operator: which bytes live, where, what is computed and sent."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_cp.planner import arithmetic, communication, methods
+from torchtune_cp.planner.arithmetic import BACKWARD_PER_PAIR, FORWARD_PER_PAIR
+from torchtune_cp.planner.torch_private import (
+    TorchDispatchMode,
+    backward_node,
+    next_sequence_number,
+)
+from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer
+
+_INDEX = {name: i for i, name in enumerate(CATEGORIES)}
+aten = torch.ops.aten
+_SCALAR = aten._local_scalar_dense.default
+_SET_STORAGE = aten.set_.source_Storage
+
+#: Extra bytes that an operator takes from the allocator while it runs, beyond its result.
+Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+
+
+def _layer_and_path(name: str) -> tuple[int, str]:
+    head, _, rest = name.partition(".")
+    index, _, path = rest.partition(".")
+    return (int(index), path) if head == "layers" and index.isdigit() else (-1, name)
+
+
+class _Storage:
+    """One storage: its size, where it came to life and, later, where it died."""
+
+    __slots__ = ("born", "category", "dead", "made_in", "on_host", "ref", "size")
+
+    def __init__(self, size: int, born: int, place: Place, category: str | None, on_host: bool):
+        self.size = size
+        self.born = born
+        self.dead = -1
+        self.made_in = place
+        self.category = category
+        self.on_host = on_host
+        self.ref: Any = None
+
+
+class StepTracker(TorchDispatchMode):
+    """Records every operator of a step on local tensors.
+
+    Put it inside the fake mode; enter it before the model is built, so that it knows every storage, and
+    call :meth:`start` before the step.
+
+    Where an operator belongs is found by hooks on modules in forward, and in backward by the number of
+    the autograd node, which says during which module's forward the node was made.
+
+    What bytes are is decided when the step is over: what forward made and backward still had is an
+    activation, what died before is working space.
+
+    Args:
+        mesh_of: Name of the mesh dimension of a process group, given also the activity.
+        workspace: See :data:`Workspace`.
+        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep alive.
+        separate_host: Whether host memory is another memory than the device's.
+    """
+
+    def __init__(
+        self,
+        mesh_of: Callable[[torch.distributed.ProcessGroup, str], str],
+        workspace: Workspace = lambda *_: 0,
+        *,
+        uncached: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        separate_host: bool = False,
+    ) -> None:
+        super().__init__()
+        self._mesh_of = mesh_of
+        self._workspace = workspace
+        self._uncached = uncached
+        self._separate_host = separate_host
+        self._storages: dict[int, _Storage] = {}
+        self._all: list[_Storage] = []
+        self._recording = False
+        self._op = 0
+        self._ops_place: list[int] = []
+        self._extra: dict[int, int] = {}
+        self._events: list[tuple[int, _Storage, int]] = []
+        self._place_ids: dict[Place, int] = {}
+        # Where we are.
+        self.phase = "count"
+        self._modules: list[tuple[int, str]] = []
+        self._activities: list[str] = []
+        self._layer = -1
+        self._activity_made_in = ""
+        self._boundaries: list[int] = [0]
+        self._made_in: list[tuple[int, str, str]] = [(-1, "", "")]
+        self._host_depth = 0
+        self._inside = 0
+        # Sums.
+        self._transfers: dict[Transfer, list[float]] = {}
+        self._flops: dict[tuple[str, bool], float] = {}
+        self._moved = 0.0
+        self._copied = 0.0
+
+    # --- where ------------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow which module's forward runs."""
+        for name, module in model.named_modules():
+            if not name:
+                continue
+            where = _layer_and_path(name)
+            module.register_forward_pre_hook(lambda *_, where=where: self._enter_module(where))
+            module.register_forward_hook(lambda *_: self._leave_module(), always_call=True)
+
+    def _enter_module(self, where: tuple[int, str]) -> None:
+        self._modules.append(where)
+        if self.phase in ("count", "norm") and backward_node() is None:
+            self.phase = "forward"
+        self._mark()
+
+    def _leave_module(self) -> None:
+        self._modules.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        layer, path = self._modules[-1] if self._modules else (-1, "")
+        activity = self._activities[-1] if self._activities else ""
+        self._boundaries.append(next_sequence_number())
+        self._made_in.append((layer, path, activity))
+
+    @contextlib.contextmanager
+    def doing(self, activity: str) -> Generator[None, None, None]:
+        """Enclose an activity; see :class:`~torchtune_cp.planner.trace.Place`.
+
+        Args:
+            activity: Its name.
+        """
+        self._activities.append(activity)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._activities.pop()
+            self._mark()
+
+    @contextlib.contextmanager
+    def on_host(self) -> Generator[None, None, None]:
+        """Enclose the allocation of host memory."""
+        self._host_depth += 1
+        try:
+            yield
+        finally:
+            self._host_depth -= 1
+
+    def _place(self) -> Place:
+        activity = self._activities[-1] if self._activities else ""
+        node = backward_node()
+        if node is None:
+            layer, path = self._modules[-1] if self._modules else (-1, "")
+            if activity == "gather":
+                return Place("forward", *self._near(layer, path), activity)
+            if activity == "reduce":  # the last ones, when autograd is done
+                return Place("backward", -1, "", activity)
+            if self.phase == "forward":
+                layer, path = self._near(layer, path)
+            return Place(self.phase, layer, path, activity)
+        self.phase = "norm"  # what comes when no node is left
+        if activity in ("gather", "reduce"):
+            return Place("backward", *self._near(-1, ""), activity)
+        if self._modules:
+            return Place("backward", *self._near(*self._modules[-1]), activity, True)
+        name, number = node
+        if not name.endswith("AccumulateGrad"):
+            at = bisect_right(self._boundaries, number) - 1
+            layer, path, self._activity_made_in = self._made_in[at]
+            return Place("backward", *self._near(layer, path), activity or self._activity_made_in)
+        return Place("backward", *self._near(-1, ""), activity or self._activity_made_in)
+
+    def _near(self, layer: int, path: str) -> tuple[int, str]:
+        """What runs between modules (FSDP's hooks, checkpointing) belongs to the layer before."""
+        if layer == -1 and not path:
+            return self._layer, ""
+        self._layer = layer
+        return layer, path
+
+    # --- what -------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor's dispatcher then runs the operator on local tensors
+        kwargs = kwargs or {}
+        if func is _SCALAR:
+            # Nobody knows the values of fake tensors. Counts and norms are 1, masks are true.
+            return _some_value(args[0].dtype)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        if func.namespace == methods.NAMESPACE:
+            return self._look_inside(func._overloadpacket.__name__, args, kwargs)
+        if func is _SET_STORAGE:
+            with self._uncached():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        place = self._place() if self._recording else _BEFORE
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._see(tensor.untyped_storage(), place)
+        if self._recording:
+            self._record(func, args, kwargs, out, place)
+            self._op += 1
+        return out
+
+    def _look_inside(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what an operator of this project consists of; its arithmetic is that of the mask."""
+        counted = {"attention": (FORWARD_PER_PAIR, 0), "attention_backward": (BACKWARD_PER_PAIR, 1)}
+        self._inside += 1
+        try:
+            with self, self.doing("attention"):
+                if self._recording and name in counted:
+                    per_pair, query = counted[name]
+                    _, heads, _, width = args[query].shape
+                    key = name, self._place().again
+                    number = per_pair * heads * width * methods.pairs_of_this_rank()
+                    self._flops[key] = self._flops.get(key, 0.0) + float(number)
+                return methods.BODIES[name](*args, **kwargs)
+        finally:
+            self._inside -= 1
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, place: Place
+    ) -> None:
+        self._ops_place.append(self._place_ids.setdefault(place, len(self._place_ids)))
+        if func.namespace in communication.NAMESPACES:
+            sent = communication.sent(func, args)
+            if sent is not None and sent.group.size() > 1:
+                key = Transfer(sent.kind, self._mesh_of(sent.group, place.activity), place.phase)
+                total = self._transfers.setdefault(key, [0.0, 0.0])
+                total[0] += sent.bytes
+                total[1] += 1
+            return
+        extra = self._workspace(func, args, kwargs)
+        if extra:
+            self._extra[self._op] = extra
+        counted = arithmetic.flops(func, args, kwargs, out)
+        if counted is not None:
+            kind, number = counted
+            if not self._inside:
+                self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
+        elif not func.is_view:
+            self._moved += _touched(args) + _touched(out)
+
+    def _see(self, storage: torch.UntypedStorage, place: Place) -> None:
+        key = id(storage)
+        known = self._storages.get(key)
+        if known is not None:
+            self._resized(known, storage.nbytes())
+            return
+        category = None
+        if place.activity == "gather":
+            category = "gathered"
+        elif place.activity == "reduce":
+            category = "gradients"
+        elif place.phase in ("norm", "update", "finish"):
+            category = "optimizer"
+        known = _Storage(storage.nbytes(), self._op, place, category, self._host_depth > 0)
+        self._storages[key] = known
+        self._all.append(known)
+        known.ref = weakref.ref(storage, partial(self._freed, key))
+        self._happened(known, known.size)
+
+    def _happened(self, storage: _Storage, delta: int) -> None:
+        if self._recording and delta:
+            self._events.append((self._op, storage, delta))
+            if self._separate_host and storage.on_host and delta > 0 and storage.born == self._op:
+                self._copied += 2 * delta  # to the host and back
+
+    def _resized(self, storage: _Storage, size: int) -> None:
+        if size != storage.size:
+            delta, storage.size = size - storage.size, size
+            self._happened(storage, delta)
+
+    def _freed(self, key: int, _: Any) -> None:
+        storage = self._storages.pop(key)
+        storage.dead = self._op
+        self._happened(storage, -storage.size)
+
+    @contextlib.contextmanager
+    def seeing_resizes(self) -> Generator[None, None, None]:
+        """Notice storages that are resized without an operator, as FSDP does with gathered parameters."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            known = self._storages.get(id(storage))
+            if known is not None:
+                self._resized(known, storage.nbytes())
+            return result
+
+        storage_type: Any = torch.UntypedStorage
+        storage_type.resize_ = resize_
+        try:
+            yield
+        finally:
+            storage_type.resize_ = original
+
+    def name(self, tensor: torch.Tensor, category: str, *, on_host: bool = False) -> None:
+        """Say what a tensor's storage is.
+
+        Args:
+            tensor: Of a DTensor, the local part counts.
+            category: One of :data:`~torchtune_cp.planner.trace.CATEGORIES`.
+            on_host: Whether it lies on the host.
+        """
+        with torch.no_grad():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        known = self._storages.get(id(local.untyped_storage()))
+        if known is not None:
+            known.category = category
+            known.on_host = known.on_host or on_host
+
+    # --- when -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to record: what lives now is there when the step begins."""
+        self._recording = True
+        self._op = 0
+        self._all = list(self._storages.values())
+        for storage in self._all:
+            storage.category = storage.category or "batch"
+            self._events.append((0, storage, storage.size))
+        self._ops_place.append(self._place_ids.setdefault(_BEFORE, 0))
+        self._op = 1
+
+    def stop(self, *, shards_on_host: bool = False) -> Trace:
+        """End the step.
+
+        Args:
+            shards_on_host: Whether reduced gradients lie on the host and the optimizer steps there.
+        """
+        self._recording = False
+        self._ops_place.append(self._ops_place[-1])  # for what died last
+        ops = self._op + 1
+        places = list(self._place_ids)
+        device = np.zeros((ops, len(CATEGORIES)), dtype=np.int64)
+        host = np.zeros(ops, dtype=np.int64)
+        phase_of = [places[i].phase for i in self._ops_place]
+
+        def outlives(storage: _Storage) -> bool:
+            return storage.dead < 0 or phase_of[storage.dead] in ("norm", "update", "finish")
+
+        for op, storage, delta in self._events:
+            category = storage.category or _category(storage, phase_of)
+            on_host = storage.on_host or (
+                shards_on_host
+                and (category == "optimizer" or (category == "gradients" and outlives(storage)))
+            )
+            if on_host and self._separate_host:
+                host[op] += delta
+            else:
+                device[op, _INDEX[category]] += delta
+        device = device.cumsum(axis=0)
+        host = host.cumsum()
+        for op, extra in self._extra.items():
+            device[op, _INDEX["attention"]] += extra
+        return Trace(
+            places=places,
+            place=np.array(self._ops_place),
+            device=device,
+            host=host,
+            transfers={k: (v[0], v[1]) for k, v in self._transfers.items()},
+            flops=dict(self._flops),
+            moved=self._moved,
+            copied=self._copied,
+        )
+
+
+_BEFORE = Place("count", -1, "", "")
+
+
+def _category(storage: _Storage, phase_of: list[str]) -> str:
+    place = storage.made_in
+    if place.activity == "loss":
+        return "loss"
+    died_in = phase_of[storage.dead] if storage.dead >= 0 else "finish"
+    if place.phase == "forward" and died_in != "forward":
+        return "activations"
+    if place.phase == "count":
+        return "batch"
+    return "attention" if place.activity == "attention" else "working"
+
+
+def _some_value(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _touched(values: Any) -> int:
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.itemsize
+    if isinstance(values, (tuple, list)):
+        return sum(map(_touched, values))
+    return 0
