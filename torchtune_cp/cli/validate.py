@@ -35,8 +35,12 @@ _SCHEMAS = {
 }
 
 
-def _schema_of(config: str) -> type[FullFinetuneConfig]:
-    """The config class of the recipe that a config names in the launch command on its top."""
+def schema_of(config: str) -> type[FullFinetuneConfig]:
+    """The config class of the recipe that a config names in the launch command on its top.
+
+    Args:
+        config: A YAML file, or the name of a shipped config.
+    """
     text = find_config(config).read_text(encoding="utf-8")
     for recipe, _ in LAUNCH_COMMAND.findall(text):
         if recipe in _SCHEMAS:
@@ -45,7 +49,7 @@ def _schema_of(config: str) -> type[FullFinetuneConfig]:
 
 
 def _run(args: argparse.Namespace) -> None:
-    cfg = to_typed(load(args.config, args.overrides), _schema_of(args.config))
+    cfg = to_typed(load(args.config, args.overrides), schema_of(args.config))
     problems = component_problems(cfg)
     if problems:
         raise ConfigError(problems)

@@ -3,11 +3,22 @@
 import pytest
 
 from torchtune_cp.cli.ls import recipe_of
+from torchtune_cp.cli.validate import schema_of
 from torchtune_cp.config import load, to_typed
 from torchtune_cp.config.locate import config_names, configs_dir, recipe_names
 from torchtune_cp.config.schema import component_problems
 
-FAMILIES = {"tiny", "llama3", "llama3_1", "llama3_2", "qwen2_5", "qwen3", "mistral", "smollm2"}
+FAMILIES = {
+    "tiny",
+    "llama3",
+    "llama3_1",
+    "llama3_2",
+    "qwen2_5",
+    "qwen3",
+    "mistral",
+    "smollm2",
+    "esm2",
+}
 
 
 def test_each_family_has_a_config() -> None:
@@ -16,7 +27,7 @@ def test_each_family_has_a_config() -> None:
 
 @pytest.mark.parametrize("name", config_names())
 def test_a_shipped_config_is_well_formed_and_every_component_takes_its_arguments(name: str) -> None:
-    assert component_problems(to_typed(load(name))) == []
+    assert component_problems(to_typed(load(name), schema_of(name))) == []
 
 
 @pytest.mark.parametrize("name", config_names())
