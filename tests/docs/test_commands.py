@@ -31,7 +31,7 @@ from torchtune_cp.config.locate import find_recipe
 from torchtune_cp.metrics import read_metrics
 
 #: Each takes about ten seconds. A page that shows another one replaces one of these.
-MOST_REAL_RUNS = 3
+MOST_REAL_RUNS = 4
 SHORT = ("output_dir=out", "max_steps_per_epoch=2")
 
 
@@ -135,7 +135,7 @@ def test_a_shown_run_of_the_tiny_config_trains_and_saves(command: Command, tmp_p
     program = shown_files(CHECKOUT / "docs/getting_started.md")["look_at_run.py"]
     where = "/tmp/torchtune_cp/tiny_llama"
     assert program.count(where) == 1
-    if "~dataset" not in command.words:
+    if config_of(command) == "tiny/llama_cpu" and "~dataset" not in command.words:
         done = subprocess.run(
             [sys.executable, "-c", program.replace(where, str(output))],
             capture_output=True,

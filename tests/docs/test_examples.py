@@ -20,7 +20,7 @@ _PRINTED = [page for page in PAGES if any(b.is_output for b in blocks(page))]
 
 
 def test_every_python_block_is_an_example_with_output_or_a_file_that_a_test_runs() -> None:
-    run_elsewhere = {"cp_loop.py", "look_at_run.py", "my_data.py"}
+    run_elsewhere = {"cp_loop.py", "cp_loader_loop.py", "look_at_run.py", "my_data.py"}
     assert _PRINTED
     for page in PAGES:
         found = list(blocks(page))
@@ -67,3 +67,20 @@ def test_the_loop_of_ones_own_gives_the_same_losses_on_one_and_two_ranks(tmp_pat
     one, two = losses
     assert two == pytest.approx(one, rel=1e-5)
     assert one[-1] < 0.99 * one[0], "the loop does not learn: equal losses would prove little"
+
+
+@pytest.mark.distributed
+def test_the_loop_around_the_loader_gives_each_rank_its_slices(tmp_path: Path) -> None:
+    program = tmp_path / "cp_loader_loop.py"
+    program.write_text(shown_files(CHECKOUT / "docs/esm2.md")["cp_loader_loop.py"])
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc_per_node", "2", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^two batches of \(1, [1-9]\d+\) tokens on each rank$", done.stdout, re.MULTILINE
+    )

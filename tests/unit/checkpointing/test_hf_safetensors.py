@@ -78,7 +78,7 @@ def test_no_rank_collects_more_than_its_buffer_and_every_tensor_is_gathered_once
     plans = plan_files(shapes, torch.float32, 48)
     owners = [index % 3 for index in range(len(plans))]
     seen = []
-    for taken in _rounds(plans, owners, torch.float32, 32):
+    for taken in _rounds(plans, owners, 32):
         held = dict.fromkeys(range(3), 0)
         for index, name in taken:
             held[owners[index]] += plans[index].shapes[name][0] * 4

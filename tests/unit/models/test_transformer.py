@@ -101,7 +101,7 @@ def test_attention_is_one_causal_call_a_layer_with_unexpanded_keys(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     _model()(_tokens())
-    kwargs = {"is_causal": True, "enable_gqa": True}
+    kwargs = {"attn_mask": None, "is_causal": True, "enable_gqa": True}
     assert calls == [((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), kwargs)] * 3
 
 
