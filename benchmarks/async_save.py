@@ -58,7 +58,8 @@ def build_saving(seq_len: int, folder: str) -> Callable[[str], Any]:
 
 def measure(seq_len: int, rounds: int) -> dict[str, Any]:
     """Make ``rounds`` rounds, each of a step without a save, a background save, and one in line."""
-    with tempfile.TemporaryDirectory(dir=".") as folder:  # on a disk: /tmp may be memory
+    # On a disk: /tmp may be memory. Ignored by git: a benchmark that is killed leaves it behind.
+    with tempfile.TemporaryDirectory(prefix=".async_save_", dir=".") as folder:
         contender = Contender("saving", RANKS, 1, build_saving, (seq_len, folder))
         contender.start()
         for command in ("step", "save", "step", "wait", "save in line"):  # warm-up
