@@ -27,8 +27,11 @@ def main(cfg):
     (folder / f"started{rank}").write_text(str(os.getpid()))
     if cfg.do == "finish":
         part = config.instantiate(cfg.part)
-        print(f"rank {rank} of {os.environ['WORLD_SIZE']} port {os.environ['MASTER_PORT']}"
-              f" threads {os.environ.get('OMP_NUM_THREADS')} part {part} x {cfg.x}")
+        # One write of a whole line: with PYTHONUNBUFFERED, print writes its newline apart, and
+        # another rank's line can come between.
+        sys.stdout.write(
+            f"rank {rank} of {os.environ['WORLD_SIZE']} port {os.environ['MASTER_PORT']}"
+            f" threads {os.environ.get('OMP_NUM_THREADS')} part {part} x {cfg.x}\\n")
         return
     if cfg.do == "user error":
         raise config.UserError("x must be 3\\nand y 4")
