@@ -108,8 +108,11 @@ OPTIONS = (
         "checkpointing, op and KV", {"ac_mode": "selective", "ac_option": "op_kv"}, "checkpointing"
     ),
     Option("activation offloading", {"enable_activation_offloading": True}),
+    Option("tiled MLP", {"mlp_tile_tokens": 48}),
+    Option("attention over head chunks", {"attention_head_chunks": 2}),
     Option("parameters on the CPU", {"fsdp_cpu_offload": True}),
-    Option("optimizer in backward", {"optimizer_in_bwd": True}),
+    Option("optimizer in backward", {"optimizer_in_bwd": True}, "optimizer"),
+    Option("optimizer on the host", {"optimizer_on_host": True}, "optimizer"),
     Option("accumulation 2", {"gradient_accumulation_steps": 2}),
     Option("bf16", {"dtype": "bf16"}, "dtype", rounds="bf16"),
     Option(
