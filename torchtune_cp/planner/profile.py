@@ -51,18 +51,22 @@ class Profile:
         transfers: Bytes sent by this rank and calls, by kind.
         flops: By kind and whether computed a second time.
         moved: Bytes read and written by operators that are no products.
-        copied: Bytes copied to the host and back.
-        host_peak: The most bytes on the host.
-        staging: See :class:`~torchtune_cp.planner.trace.Trace`.
+        host_moved: The same on the host.
+        copied: Bytes copied from the device to the host or back.
+        host_peak: The most bytes of tensors on the host.
+        host_needed: What they take there: pinned memory as torch rounds it, and never gives it back.
+        backlog: See :class:`~torchtune_cp.planner.trace.Trace`.
     """
 
     moments: list[Moment]
     transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)
     flops: dict[tuple[str, bool], float] = field(default_factory=dict)
     moved: float = 0.0
+    host_moved: float = 0.0
     copied: float = 0.0
     host_peak: int = 0
-    staging: int = 0
+    host_needed: int = 0
+    backlog: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -118,10 +122,16 @@ def whole(trace: Trace) -> Profile:
         transfers=dict(trace.transfers),
         flops=dict(trace.flops),
         moved=trace.moved,
+        host_moved=trace.host_moved,
         copied=trace.copied,
         host_peak=int(trace.host.max()),
-        staging=trace.staging,
+        host_needed=_host_needed(trace.pageable, trace.pinned),
+        backlog=trace.backlog,
     )
+
+
+def _host_needed(pageable: float, pinned: dict[int, float]) -> int:
+    return round(pageable + sum(size * count for size, count in pinned.items()))
 
 
 def _grown(few: dict[Any, Any], more: dict[Any, Any], times: float) -> dict[Any, Any]:
@@ -218,9 +228,14 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
         transfers=_grown(few.transfers, more.transfers, times),
         flops=_grown(few.flops, more.flops, times),
         moved=more.moved + times * (more.moved - few.moved),
+        host_moved=more.host_moved + times * (more.host_moved - few.host_moved),
         copied=more.copied + times * (more.copied - few.copied),
         host_peak=round(float(peak_host)),
-        staging=more.staging,
+        host_needed=_host_needed(
+            more.pageable + times * (more.pageable - few.pageable),
+            _grown(few.pinned, more.pinned, times),
+        ),
+        backlog=more.backlog + times * (more.backlog - few.backlog),
     )
 
 
