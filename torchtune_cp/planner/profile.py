@@ -222,21 +222,27 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
             shift = times * period if layer >= front + period else 0
             moments.append(moment(rows, grown[rows], shift))
     flush()
-    peak_host = max(grown[:, -1].max(), *(moment.host for moment in moments))
+    # Where the optimizer steps through parameters, operators do not pair up, but their maxima do.
+    peak_host = max(
+        _linear(few.host.max(), more.host.max(), times), *(moment.host for moment in moments)
+    )
     return Profile(
         moments,
         transfers=_grown(few.transfers, more.transfers, times),
         flops=_grown(few.flops, more.flops, times),
-        moved=more.moved + times * (more.moved - few.moved),
-        host_moved=more.host_moved + times * (more.host_moved - few.host_moved),
-        copied=more.copied + times * (more.copied - few.copied),
-        host_peak=round(float(peak_host)),
+        moved=_linear(few.moved, more.moved, times),
+        host_moved=_linear(few.host_moved, more.host_moved, times),
+        copied=_linear(few.copied, more.copied, times),
+        host_peak=round(peak_host),
         host_needed=_host_needed(
-            more.pageable + times * (more.pageable - few.pageable),
-            _grown(few.pinned, more.pinned, times),
+            _linear(few.pageable, more.pageable, times), _grown(few.pinned, more.pinned, times)
         ),
-        backlog=more.backlog + times * (more.backlog - few.backlog),
+        backlog=round(_linear(few.backlog, more.backlog, times)),
     )
+
+
+def _linear(few: float, more: float, times: float) -> float:
+    return float(more + times * (more - few))
 
 
 def _by_maximum(

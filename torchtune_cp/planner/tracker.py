@@ -27,6 +27,16 @@ _INDEX = {name: i for i, name in enumerate(CATEGORIES)}
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
 _SET_STORAGE = aten.set_.source_Storage
+#: What reads and writes nothing although its result is no view to the dispatcher.
+_TOUCH_NOTHING = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten._unsafe_view,
+}
+#: What takes from its arguments nothing but their shape.
+_FILL = {aten.new_full, aten.new_zeros, aten.new_ones, aten.zeros_like, aten.full_like}
 #: What copies between two memories; within one it moves bytes as any other operator does.
 _COPIES = (aten.copy_.default, aten.clone.default)
 
@@ -208,7 +218,7 @@ class StepTracker(TorchDispatchMode):
         if func is _SCALAR:
             # Nobody knows the values of fake tensors. Counts and norms are 1, masks are true.
             return _some_value(args[0].dtype)
-        if func.namespace == "profiler":
+        if func.namespace in ("profiler", "prim"):  # "prim": a fake tensor is asked for its device
             return func(*args, **kwargs)
         if func.namespace == methods.NAMESPACE:
             return self._look_inside(func._overloadpacket.__name__, args, kwargs)
@@ -264,8 +274,9 @@ class StepTracker(TorchDispatchMode):
                 self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
         elif func in _COPIES and (bytes_copied := self._crossing(func, args, out)):
             self._copied += bytes_copied
-        elif not func.is_view:
-            touched = _touched(args) + _touched(out)
+        elif not func.is_view and func._overloadpacket not in _TOUCH_NOTHING:
+            read = 0 if func._overloadpacket in _FILL else _touched(args)
+            touched = read + _touched(out)
             if self._host or (place.phase in ("norm", "update") and self._all_on_host(args)):
                 self._host_moved += touched
             else:
