@@ -20,6 +20,7 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"sequence_format": "thd", "collate_fn": "torchtune_cp.data.collate.other"},
     {"sequence_format": "thd", "enable_fp8_training": True},
     {"sequence_format": "thd", "mlp_tile_tokens": 512},
+    {"sequence_format": "thd", "attention_head_chunks": 2},
     {"sequence_format": "thd", "tensor_parallel_dim": 2},
     {"sequence_format": "bshd", "token_micro_batch_size": 4096},
     {"sequence_format": "thd", "token_micro_batch_size": 4096, "batch_size": 2},
@@ -53,6 +54,10 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"optimizer_on_host": True, "clip_grad_norm": 1.0},
     {"optimizer_on_host": True, "on_nonfinite": "skip"},
     {"mlp_tile_tokens": 4096, "custom_sharded_layers": ["layers.0.mlp"]},
+    {"attention_head_chunks": 2, "tensor_parallel_dim": 2},
+    {"attention_head_chunks": 2, "enable_fp8_training": True},
+    {"attention_head_chunks": 2, "ac_mode": "selective", "ac_option": "op"},
+    {"attention_head_chunks": 2, "custom_sharded_layers": ["layers.0.attn"]},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
     {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
     {

@@ -108,6 +108,37 @@ def _tiled_mlp(values: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+_PART_OF_ATTENTION = re.compile(r"layers\.\d+\.(attn|sa_norm)(\.|$)")
+
+
+def _head_chunks(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("attention_head_chunks") in (None, 1):
+        return
+    if values.get("tensor_parallel_dim", 1) > 1:
+        yield (
+            "attention_head_chunks: must be null with tensor_parallel_dim above 1, whose ranks divide the"
+            " heads already"
+        )
+    if values.get("enable_fp8_training"):
+        # A float8 weight has one scale, and a layout, of its whole.
+        yield (
+            "attention_head_chunks: must be null with enable_fp8_training=true, whose weights cannot be"
+            " used a few heads at a time"
+        )
+    option = values.get("ac_option")
+    if values.get("ac_mode") == "selective" and option in ("op", "op_kv"):
+        yield (
+            f"ac_option: must be a number with attention_head_chunks set, or ac_mode=full: {option} keeps"
+            " what chunks are to keep small"
+        )
+    for name in values.get("custom_sharded_layers") or ():
+        if _PART_OF_ATTENTION.match(str(name)):
+            yield (
+                f"custom_sharded_layers: {name!r} is used a few heads at a time with"
+                " attention_head_chunks set, and cannot have a sharding group of its own"
+            )
+
+
 def _float8(values: Mapping[str, Any]) -> Iterator[str]:
     if not values.get("enable_fp8_training"):
         return
@@ -144,6 +175,10 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
         yield "enable_fp8_training: must be false: there is no float8 training of masked language models"
     if values.get("mlp_tile_tokens") is not None:
         yield "mlp_tile_tokens: must be null: the MLPs of masked language models are not tiled"
+    if values.get("attention_head_chunks") not in (None, 1):
+        yield (
+            "attention_head_chunks: must be null: the heads of masked language models are done together"
+        )
     if values.get("tensor_parallel_dim", 1) > 1:
         yield (
             "tensor_parallel_dim: must be 1: there is no plan for masked language models; context"
@@ -183,6 +218,7 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _ignored_labels,
     _optimizer_in_backward,
     _tiled_mlp,
+    _head_chunks,
     _float8,
     _tensor_parallelism,
     _masked_lm,

@@ -125,6 +125,7 @@ class FullFinetuneConfig:
     enable_activation_checkpointing: bool = False
     enable_activation_offloading: bool = False
     mlp_tile_tokens: Annotated[int | None, _AtLeastOne] = None
+    attention_head_chunks: Annotated[int | None, _AtLeastOne] = None
     ac_mode: Annotated[str | None, Rule(choices=("none", "full", "selective"))] = None
     ac_option: Annotated[int | str | None, _AtLeastOne] = None
 

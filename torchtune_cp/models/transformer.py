@@ -41,7 +41,20 @@ class TransformerLayer(nn.Module):
         Returns:
             `[batch, seq, embed_dim]`.
         """
-        return self.feed_forward(x + self.attn(self.sa_norm(x), rope))
+        return self.feed_forward(self.attend(x, rope))
+
+    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Apply the layer's first half, in which tokens meet.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+            rope: Cosine and sine from `rotary_cos_sin`.
+
+        Returns:
+            `[batch, seq, embed_dim]`.
+        """
+        hidden: Tensor = x + self.attn(self.sa_norm(x), rope)
+        return hidden
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Apply the layer's second half, which treats every token by itself.

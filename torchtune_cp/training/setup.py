@@ -20,7 +20,7 @@ from torchtune_cp.config import FullFinetuneConfig, component_callable, instanti
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
-from torchtune_cp.distributed.context_parallel.heads import ulysses_degree
+from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
 from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
@@ -33,6 +33,7 @@ from torchtune_cp.training.fp8 import convert_to_float8
 from torchtune_cp.training.memory import (
     apply_activation_checkpointing,
     apply_activation_offloading,
+    apply_chunked_attention,
     apply_selective_checkpointing,
     apply_tiled_mlp,
 )
@@ -108,7 +109,7 @@ def build_model(
 
     Raises:
         UserError: The config names something that is no such model, or weights of another model,
-            or sizes do not divide by ``tensor_parallel_dim``.
+            or sizes do not divide by ``tensor_parallel_dim`` or ``attention_head_chunks``.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -133,6 +134,11 @@ def build_model(
     if cfg.mlp_tile_tokens is not None:
         assert isinstance(model, TransformerDecoder)  # refused for others
         apply_tiled_mlp(model, cfg.mlp_tile_tokens)
+    chunks = head_chunks(cfg, model)
+    if chunks is not None:
+        assert isinstance(model, TransformerDecoder)  # refused for others
+        tile = {} if cfg.mlp_tile_tokens is None else {"tile_tokens": cfg.mlp_tile_tokens}
+        apply_chunked_attention(model, chunks, **tile)
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
@@ -183,6 +189,23 @@ def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
         model.config.num_kv_heads // tp,
         cfg.context_parallel_ulysses_dim,
     )
+
+
+def head_chunks(cfg: FullFinetuneConfig, model: LanguageModel) -> HeadChunks | None:
+    """How attention over chunks of heads divides them, None where all heads are done together.
+
+    Args:
+        cfg: The run's config.
+        model: Its numbers of heads decide what is possible.
+
+    Raises:
+        UserError: The heads cannot be divided so.
+    """
+    if cfg.attention_head_chunks in (None, 1):
+        return None
+    sizes = model.config
+    shared = ulysses_dim(cfg, model) or 1
+    return HeadChunks.of(cfg.attention_head_chunks, sizes.num_heads, sizes.num_kv_heads, shared)
 
 
 def _compiles(setting: bool | DictConfig, part: str) -> bool:

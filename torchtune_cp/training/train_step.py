@@ -17,7 +17,7 @@ from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.fp8 import precompute_float8_scales
-from torchtune_cp.training.setup import ulysses_dim
+from torchtune_cp.training.setup import head_chunks, ulysses_dim
 from torchtune_cp.training.step import clip_gradients, count_label_tokens, sum_over, to_device
 
 Batch = dict[str, Tensor]
@@ -77,6 +77,7 @@ class TrainStep:
             window=self.model.config.sliding_window,
             rotate_method=self.cfg.context_parallel_rotate_method,
             pad_to_multiple_of=self.dims.min_seq_len_divisor,
+            by_documents=head_chunks(self.cfg, self.model) is not None,
         )
 
     def slice_loss(self, local: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +36,80 @@ def ulysses_degree(cp: int, num_heads: int, num_kv_heads: int, wanted: int | Non
             " context_parallel_ulysses_dim to a divisor of both, or context_parallel_method=ring"
         )
     return wanted
+
+
+@dataclass(frozen=True)
+class HeadChunks:
+    """Some of the heads at a time, a chunk alike on every rank of a group that shares the heads.
+
+    Attributes:
+        ranks: Ranks that share the heads; 1 where every rank has all of them.
+        chunks: Of the query heads. Chunk c has the c-th part of each rank's own heads, so that within a
+            chunk, too, the first rank's come first and every rank gets equally many.
+        kv_chunks: Of the KV heads, likewise. Each serves ``chunks / kv_chunks`` chunks of query heads,
+            one after the other.
+    """
+
+    ranks: int
+    chunks: int
+    kv_chunks: int
+
+    @classmethod
+    def of(cls, chunks: int, num_heads: int, num_kv_heads: int, ranks: int = 1) -> HeadChunks:
+        """Divide a model's heads.
+
+        Args:
+            chunks: ``attention_head_chunks``.
+            num_heads: Query heads.
+            num_kv_heads: KV heads.
+            ranks: Ranks that share the heads; divides ``num_heads``.
+
+        Raises:
+            UserError: Some chunk's query heads would not use its KV heads evenly.
+        """
+        if num_kv_heads % ranks and ranks % num_kv_heads:
+            raise UserError(
+                f"attention_head_chunks={chunks} with context_parallel_method=ulysses over {ranks} ranks:"
+                f" the model's num_kv_heads={num_kv_heads} is neither a multiple nor a divisor of {ranks};"
+                " set context_parallel_ulysses_dim to one that is, or attention_head_chunks=null"
+            )
+        own, own_kv = num_heads // ranks, max(num_kv_heads // ranks, 1)
+        allowed = [
+            c for c in range(1, own + 1) if own % c == 0 and (c % own_kv == 0 or own_kv % c == 0)
+        ]
+        if chunks not in allowed:
+            given = f"num_heads={num_heads} and num_kv_heads={num_kv_heads}"
+            if ranks > 1:
+                given += f", of which a rank has {own} and {own_kv} ({ranks} ranks share them),"
+            raise UserError(
+                f"attention_head_chunks={chunks}: the model's {given} can be done in"
+                f" {', '.join(map(str, allowed))} equal chunks"
+            )
+        return cls(ranks, chunks, min(chunks, own_kv))
+
+    @property
+    def uses(self) -> int:
+        """How many chunks of query heads one of KV heads serves."""
+        return self.chunks // self.kv_chunks
+
+    def queries(self, tensor: torch.Tensor, chunk: int, dim: int) -> torch.Tensor:
+        """The part of one chunk of query heads.
+
+        Args:
+            tensor: With the query heads at ``dim``; each may be several places there.
+            chunk: Which.
+            dim: Not negative.
+
+        Returns:
+            A view with two dimensions in place of ``dim``: ranks, and what each has of the chunk.
+        """
+        return tensor.unflatten(dim, (self.ranks, self.chunks, -1)).select(dim + 1, chunk)
+
+    def keys(self, tensor: torch.Tensor, chunk: int, dim: int) -> torch.Tensor:
+        """As :meth:`queries`, of one chunk of KV heads."""
+        # One chunk is all of them; then they may be fewer than the ranks.
+        ranks = self.ranks if self.kv_chunks > 1 else 1
+        return tensor.unflatten(dim, (ranks, self.kv_chunks, -1)).select(dim + 1, chunk)
 
 
 class HeadSplit:

@@ -168,6 +168,7 @@ def context_parallel(
     ulysses_dim: int | None = None,
     mask_mod: MaskMod | None = None,
     already_cut: bool = False,
+    by_documents: bool = False,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Cut a batch along the sequence and distribute attention over the context-parallel ranks.
 
@@ -207,6 +208,9 @@ def context_parallel(
             them out: ``tokens`` [b, n] and what goes with them, ``cu_seqlens`` and ``cu_seqlens_padded``
             [documents + 1], see :func:`layout.layout_of_slices`. They are yielded as one sequence
             ``[1, b n]``.
+        by_documents: Lay any batch out by documents, also one that would go through torch's ring, and one
+            that a single rank has: attention then is this project's operators alone, which attention over
+            chunks of heads calls itself.
 
     Yields:
         A dict with this rank's slices, ``input_pos`` among them: a model must take its rotary positions
@@ -229,7 +233,7 @@ def context_parallel(
         _check_mask_mod(cp_mesh, method, window)
         if already_cut:
             raise UserError("mask_mod with already_cut=True: give context_parallel the whole batch")
-    by_documents = "seq_lens" in batch or mask.window is not None or mask_mod is not None
+    by_documents |= "seq_lens" in batch or mask.window is not None or mask_mod is not None
     _entered = True
     try:
         if already_cut:

@@ -32,6 +32,21 @@ def _executor() -> Executor:
     return _active
 
 
+def active_heads_split() -> tuple[int, int]:
+    """How many ranks share the heads in the active region, and which of them this is.
+
+    Raises:
+        RuntimeError: There is no region in which attention goes by documents.
+    """
+    if _active is None:
+        raise RuntimeError(
+            "attention over chunks of heads ran outside of context_parallel(..., by_documents=True): the"
+            " context must enclose forward and backward"
+        )
+    grid = _active.grid
+    return (1, 0) if grid is None else (grid.heads_split, grid.head_rank)
+
+
 def _one_sequence(heads_first: torch.Tensor) -> torch.Tensor:
     """[b, h, n, d] as one sequence [1, h, b n, d]; a view where heads lie inside tokens."""
     b, _, n, _ = heads_first.shape

@@ -17,37 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from torchtune_cp.training.memory.gradient_sums import GradientSums
+
 if TYPE_CHECKING:
     from torchtune_cp.models.transformer import TransformerDecoder, TransformerLayer
-
-
-class _GradientSums:
-    """Adds up the tiles' parameter gradients, in float32 whatever the precision of a tile's.
-
-    Hundreds of tiles added up in bfloat16 would lose what one large product, which adds up in float32
-    inside, does not.
-    """
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._dtypes = [p.dtype for p in parameters]
-        self._sums: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Add one tile's gradient of one parameter; its memory may be taken over."""
-        total = self._sums[index]
-        if total is None:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self._sums[index] = gradient.to(wide)
-        else:
-            total.add_(gradient)
-
-    def take(self) -> Iterator[Tensor]:
-        """Hand out the sums in the parameters' precision, each once."""
-        for index, dtype in enumerate(self._dtypes):
-            total = self._sums[index]
-            self._sums[index] = None
-            assert total is not None, "a parameter of the MLP had no part in its output"
-            yield total.to(dtype)
 
 
 class _TiledFeedForward:
@@ -113,7 +86,7 @@ class _TiledFeedForward:
             The gradients of ``x`` and of :meth:`parameters`.
         """
         parameters = self.parameters()
-        sums = _GradientSums(parameters)
+        sums = GradientSums(parameters)
         grad_x = torch.empty_like(x)
         for tile in self._tiles(x.size(1)):
             part = x[:, tile].detach().requires_grad_()
@@ -121,7 +94,7 @@ class _TiledFeedForward:
         return grad_x, list(sums.take())
 
     def _tile_gradients(
-        self, x: Tensor, grad: Tensor, parameters: list[Tensor], sums: _GradientSums
+        self, x: Tensor, grad: Tensor, parameters: list[Tensor], sums: GradientSums
     ) -> Tensor:
         layer, last = self._layer, self._layer.mlp.w2
         wanted = [x, *parameters]
