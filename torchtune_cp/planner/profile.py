@@ -85,7 +85,7 @@ def layers_to_trace(num_layers: int, period: int = 1) -> tuple[int, int] | None:
         Two depths, one period apart, that leave the model's remainder; None where the model itself is
         hardly deeper and is traced whole.
     """
-    few = max(FEWEST, 2 * period)
+    few = max(FEWEST, 2 * period + 2)
     few += (num_layers - few) % period
     return (few, few + period) if num_layers > few + period else None
 
