@@ -21,11 +21,11 @@ CASES = {
 MORE = {
     "gpu_offload": (8, 2, True, CP2 | FULL | OFFLOAD),
     "gpu_by_operator": (7, 2, True, CP2 | BY_OP),
-    "gpu_every_second": (9, 2, True, CP2 | EVERY_SECOND),
+    "gpu_every_second": (11, 2, True, CP2 | EVERY_SECOND),
     "gpu_shards_on_host": (7, 2, True, CP2 | FULL | OFFLOAD | {"fsdp_cpu_offload": True}),
     "gpu_unfused": (7, 2, True, CP2 | FULL | {"optimizer": {"fused": None}}),
     "gpu_in_backward": (7, 4, True, CP2 | FULL | {"optimizer_in_bwd": True}),
-    "cpu_every_second_even": (8, 2, False, CP2 | EVERY_SECOND),
+    "cpu_every_second_even": (10, 2, False, CP2 | EVERY_SECOND),
     "cpu_tensor_parallel": (7, 4, False, CP2 | FULL | {"tensor_parallel_dim": 2}),
     "cpu_replicas_accumulate": (
         7,
@@ -81,4 +81,4 @@ def test_extrapolated_is_exact(cases):
 def test_a_model_hardly_deeper_than_the_traces_is_traced_whole():
     assert layers_to_trace(5) is None
     assert layers_to_trace(6) == (4, 5)
-    assert layers_to_trace(9, period=2) == (5, 7)
+    assert layers_to_trace(11, period=2) == (7, 9)

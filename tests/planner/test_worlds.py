@@ -46,8 +46,8 @@ def test_shards_shrink_with_the_world_and_may_lie_on_the_host():
     assert all(m.device["optimizer"] == 0 for m in host.moments)
     # Weights, two moments, and the gradients before the update.
     assert host.host_peak >= 4 * shards[0]
-    assert host.copied > 2 * shards[0]
-    assert host.staging > 0
+    # Shards go to the device for forward and again for backward, gradients come back.
+    assert host.copied >= 3 * shards[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.load import load
 from torchtune_cp.config.schema import FullFinetuneConfig, component_problems, to_typed
 from torchtune_cp.errors import ConfigError, UserError
-from torchtune_cp.planner.devices import device_named
+from torchtune_cp.planner.devices import GIB, device_named
 from torchtune_cp.planner.world import World
 
 _DESCRIPTION = """\
@@ -49,6 +50,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device",
         help="h100-80g, h200, a100-80g or cpu (default: cpu for device: cpu, else h100-80g)",
+    )
+    parser.add_argument(
+        "--host-memory",
+        "--host_memory",
+        type=float,
+        metavar="GIB",
+        help="GiB of host memory of a node, shared by its ranks (default: not checked)",
     )
     parser.add_argument(
         "--seq-len",
@@ -116,7 +124,14 @@ def request(args: argparse.Namespace) -> Request:
     if problems:
         raise ConfigError(problems)
     device = device_named(args.device or ("cpu" if cfg.device == "cpu" else "h100-80g"))
-    world = World(size=size, per_node=per_node or min(size, device.per_node), device=device)
+    if args.host_memory is not None and not args.host_memory > 0:
+        raise ConfigError(f"--host-memory: must be above 0 GiB, got {args.host_memory:g}")
+    world = World(
+        size=size,
+        per_node=per_node or min(size, device.per_node),
+        device=device,
+        host_memory=math.inf if args.host_memory is None else args.host_memory * GIB,
+    )
     seq_len, source = _sequence(args, cfg)
     return Request(cfg, world, seq_len, source)
 

@@ -39,10 +39,12 @@ class Device:
         link: Bytes per second and direction to the other devices of a node.
         network: Bytes per second and direction of one device to other nodes.
         host_link: Bytes per second and direction to host memory.
+        host_bandwidth: Bytes per second that the cores of a node read and write its memory with: an estimate.
         per_node: Devices in a node.
         context: Bytes of the CUDA context, its libraries and their workspaces: an estimate.
         communicator: Bytes of NCCL's buffers for each process group: an estimate.
         fragmentation: Share of the tensors' bytes lost between blocks: an estimate.
+        host_process: Bytes of host memory of a process with CUDA and torch's libraries: an estimate.
         source: Where the figures stand.
     """
 
@@ -54,10 +56,12 @@ class Device:
     link: float
     network: float
     host_link: float
+    host_bandwidth: float
     per_node: int
     context: float
     communicator: float
     fragmentation: float
+    host_process: float
     source: str
 
     @property
@@ -87,10 +91,12 @@ DEVICES = {
             link=450e9,
             network=50e9,
             host_link=64e9,
+            host_bandwidth=200e9,
             per_node=8,
             context=0.9 * GIB,
             communicator=0.25 * GIB,
             fragmentation=0.02,
+            host_process=4 * GIB,
             source="NVIDIA H100 SXM data sheet: 989 TFLOPS dense bf16, 67 fp32, 80 GB at 3.35 TB/s,"
             " NVLink 900 GB/s both ways, PCIe 5; DGX H100: one 400 Gb/s port for each GPU",
         ),
@@ -103,10 +109,12 @@ DEVICES = {
             link=450e9,
             network=50e9,
             host_link=64e9,
+            host_bandwidth=200e9,
             per_node=8,
             context=0.9 * GIB,
             communicator=0.25 * GIB,
             fragmentation=0.02,
+            host_process=4 * GIB,
             source="NVIDIA H200 SXM data sheet: 989 TFLOPS dense bf16, 67 fp32, 141 GB at 4.8 TB/s,"
             " NVLink 900 GB/s both ways, PCIe 5; DGX H200: one 400 Gb/s port for each GPU",
         ),
@@ -119,10 +127,12 @@ DEVICES = {
             link=300e9,
             network=25e9,
             host_link=32e9,
+            host_bandwidth=130e9,
             per_node=8,
             context=0.7 * GIB,
             communicator=0.25 * GIB,
             fragmentation=0.02,
+            host_process=4 * GIB,
             source="NVIDIA A100 SXM data sheet: 312 TFLOPS dense bf16, 19.5 fp32, 80 GB at 2,039 GB/s,"
             " NVLink 600 GB/s both ways, PCIe 4; DGX A100: one 200 Gb/s port for each GPU",
         ),
@@ -135,10 +145,12 @@ DEVICES = {
             link=1e9,
             network=1e9,
             host_link=10e9,
+            host_bandwidth=10e9,
             per_node=8,
             context=0.0,
             communicator=0.0,
             fragmentation=0.0,
+            host_process=0.0,
             source="one core of the machine of docs/performance.md: 90 GFLOP/s in float32 products, the"
             " rest a guess; the process itself (about 0.3 GiB) is left out, and memory has no limit",
         ),

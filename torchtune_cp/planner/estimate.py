@@ -4,7 +4,9 @@ The model is a roofline: products take their operations at a fraction of the dev
 the time of reading and writing memory. Collectives take their bytes over the slowest link that they cross.
 What FSDP sends and what moves to the host runs beside the computation; so does the first half of a ring
 step's exchange of keys and values, which is why half of context parallelism's traffic is counted as waited
-for. Tensor parallelism waits for all of its traffic. It is a model for ranking meshes, not a measurement.
+for. Tensor parallelism and Ulysses wait for all of their traffic. An optimizer on the host takes the time of
+reading and writing the node's memory, after backward or beside it. It is a model for ranking meshes, not a
+measurement.
 """
 
 from __future__ import annotations
@@ -21,6 +23,25 @@ WAITED_FOR = {"cp": 0.5, "tp": 1.0}
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What a step's time depends on beside its operations and its device.
+
+    Attributes:
+        spans: For each mesh dimension whether it crosses nodes.
+        low_precision: Whether products are in bfloat16.
+        on_a_node: Ranks that share the bandwidth of a node's memory.
+        optimizer_beside: Whether an optimizer on the host steps beside backward.
+        waits_for_cp: Whether no traffic of context parallelism is hidden.
+    """
+
+    spans: dict[str, bool]
+    low_precision: bool
+    on_a_node: int = 1
+    optimizer_beside: bool = False
+    waits_for_cp: bool = False
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Estimated seconds of a step.
 
@@ -28,7 +49,8 @@ class StepTime:
         compute: Products and attention.
         memory: Operators that are bound by memory.
         waiting: For other ranks, as far as computation does not hide it.
-        beside: Longest of what runs beside the computation (FSDP's traffic, copies to the host).
+        beside: Longest of what runs beside the computation (FSDP's traffic, copies to the host, the
+            optimizer there).
         total: The step.
         model_flops: Operations of this rank that the model needs: nothing computed a second time.
         mfu: ``model_flops`` over what the device could do in ``total``.
@@ -53,18 +75,15 @@ def model_flops(profile: Profile) -> float:
     )
 
 
-def step_time(
-    profile: Profile, device: Device, spans: dict[str, bool], *, low_precision: bool
-) -> StepTime:
+def step_time(profile: Profile, device: Device, conditions: Conditions) -> StepTime:
     """Estimate a step of one rank.
 
     Args:
         profile: The rank's step.
         device: What it runs on.
-        spans: For each mesh dimension whether it crosses nodes.
-        low_precision: Whether products are in bfloat16.
+        conditions: The rest.
     """
-    peak = device.flops if low_precision else device.flops32
+    peak = device.flops if conditions.low_precision else device.flops32
     efficiency = {
         "matmul": devices.PRODUCT_EFFICIENCY,
         "attention": devices.ATTENTION_EFFICIENCY,
@@ -73,17 +92,21 @@ def step_time(
     compute = sum(number / (peak * efficiency[kind]) for (kind, _), number in profile.flops.items())
     memory = profile.moved / (device.bandwidth * devices.MEMORY_EFFICIENCY)
     waiting, hidden, fsdp = 0.0, 0.0, 0.0
+    shares = WAITED_FOR | ({"cp": 1.0} if conditions.waits_for_cp else {})
     for transfer, (sent, calls) in profile.transfers.items():
-        bandwidth = device.network if spans.get(transfer.mesh, False) else device.link
+        crosses = conditions.spans.get(transfer.mesh, False)
+        bandwidth = device.network if crosses else device.link
         seconds = sent / (bandwidth * devices.LINK_EFFICIENCY) + calls * devices.LATENCY
-        if transfer.mesh in WAITED_FOR:
-            waiting += WAITED_FOR[transfer.mesh] * seconds
-            hidden += (1 - WAITED_FOR[transfer.mesh]) * seconds
+        if transfer.mesh in shares:
+            waiting += shares[transfer.mesh] * seconds
+            hidden += (1 - shares[transfer.mesh]) * seconds
         else:
             fsdp += seconds
     copies = profile.copied / (device.host_link * devices.LINK_EFFICIENCY)
-    beside = max(fsdp + hidden, copies)
+    on_host = profile.host_moved * conditions.on_a_node / device.host_bandwidth
+    beside = max(fsdp + hidden, copies, on_host if conditions.optimizer_beside else 0.0)
     total = max(compute + memory + waiting, beside)
+    total += 0.0 if conditions.optimizer_beside else on_host
     needed = model_flops(profile)
     return StepTime(
         compute=compute,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.planner.devices import GIB, Device
-from torchtune_cp.planner.estimate import StepTime, step_time
+from torchtune_cp.planner.estimate import Conditions, StepTime, step_time
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Moment, Profile
 from torchtune_cp.planner.world import World
@@ -32,6 +32,7 @@ class Plan:
         ranks: The planned ranks' profiles.
         rank: The rank with the highest peak.
         beside: Bytes on the device that are no tensors of the step, by what they are; estimates.
+        host_beside: The same on the host, of one rank.
         time: The estimated step.
         notes: What is not as in the run.
     """
@@ -43,6 +44,7 @@ class Plan:
     ranks: dict[int, Profile]
     rank: int
     beside: dict[str, int]
+    host_beside: dict[str, int]
     time: StepTime
     notes: list[str] = field(default_factory=list)
 
@@ -62,9 +64,24 @@ class Plan:
         return self.peak.total + sum(self.beside.values())
 
     @property
+    def host_tensors(self) -> int:
+        """Bytes that the tensors on the host take there, of the rank that has most."""
+        return max(profile.host_needed for profile in self.ranks.values())
+
+    @property
+    def host_node(self) -> int:
+        """Bytes of host memory that a node must have."""
+        return self.world.on_a_node * (self.host_tensors + sum(self.host_beside.values()))
+
+    @property
+    def load(self) -> float:
+        """Share of the device's or of the node's memory that is needed, whichever is larger."""
+        return max(self.needed / self.world.device.memory, self.host_node / self.world.host_memory)
+
+    @property
     def fits(self) -> bool:
-        """Whether the device has them."""
-        return self.needed <= self.world.device.memory
+        """Whether the device and its node have what is needed."""
+        return self.load <= 1
 
     @property
     def tokens(self) -> int:
@@ -163,10 +180,18 @@ def plan_of(cfg: FullFinetuneConfig, world: World, seq_len: int, ranks: dict[int
             "NCCL buffers": int(device.communicator * groups),
             "fragmentation": int(device.fragmentation * profile.peak.total),
         }
-        if profile.staging:
-            beside["shards on their way from the host"] = profile.staging
-    spans = crossing_nodes(degrees, world.per_node)
-    times = [step_time(p, device, spans, low_precision=cfg.dtype == "bf16") for p in ranks.values()]
+    host_beside = {"process": int(device.host_process)} if device.is_gpu else {}
+    backlog = max(p.backlog for p in ranks.values())
+    if backlog:
+        host_beside["waiting for the optimizer"] = backlog
+    conditions = Conditions(
+        spans=crossing_nodes(degrees, world.per_node),
+        low_precision=cfg.dtype == "bf16",
+        on_a_node=world.on_a_node,
+        optimizer_beside=cfg.optimizer_on_host,
+        waits_for_cp=cfg.context_parallel_method == "ulysses",
+    )
+    times = [step_time(p, device, conditions) for p in ranks.values()]
     slowest = max(times, key=lambda t: t.total)
     return Plan(
         cfg=cfg,
@@ -176,6 +201,7 @@ def plan_of(cfg: FullFinetuneConfig, world: World, seq_len: int, ranks: dict[int
         ranks=ranks,
         rank=rank,
         beside=beside,
+        host_beside=host_beside,
         time=slowest,
         notes=_notes(cfg, device),
     )

@@ -51,18 +51,22 @@ class Profile:
         transfers: Bytes sent by this rank and calls, by kind.
         flops: By kind and whether computed a second time.
         moved: Bytes read and written by operators that are no products.
-        copied: Bytes copied to the host and back.
-        host_peak: The most bytes on the host.
-        staging: See :class:`~torchtune_cp.planner.trace.Trace`.
+        host_moved: The same on the host.
+        copied: Bytes copied from the device to the host or back.
+        host_peak: The most bytes of tensors on the host.
+        host_needed: What they take there: pinned memory as torch rounds it, and never gives it back.
+        backlog: See :class:`~torchtune_cp.planner.trace.Trace`.
     """
 
     moments: list[Moment]
     transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)
     flops: dict[tuple[str, bool], float] = field(default_factory=dict)
     moved: float = 0.0
+    host_moved: float = 0.0
     copied: float = 0.0
     host_peak: int = 0
-    staging: int = 0
+    host_needed: int = 0
+    backlog: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -81,7 +85,7 @@ def layers_to_trace(num_layers: int, period: int = 1) -> tuple[int, int] | None:
         Two depths, one period apart, that leave the model's remainder; None where the model itself is
         hardly deeper and is traced whole.
     """
-    few = max(FEWEST, 2 * period)
+    few = max(FEWEST, 2 * period + 2)
     few += (num_layers - few) % period
     return (few, few + period) if num_layers > few + period else None
 
@@ -118,10 +122,16 @@ def whole(trace: Trace) -> Profile:
         transfers=dict(trace.transfers),
         flops=dict(trace.flops),
         moved=trace.moved,
+        host_moved=trace.host_moved,
         copied=trace.copied,
         host_peak=int(trace.host.max()),
-        staging=trace.staging,
+        host_needed=_host_needed(trace.pageable, trace.pinned),
+        backlog=trace.backlog,
     )
+
+
+def _host_needed(pageable: float, pinned: dict[int, float]) -> int:
+    return round(pageable + sum(size * count for size, count in pinned.items()))
 
 
 def _grown(few: dict[Any, Any], more: dict[Any, Any], times: float) -> dict[Any, Any]:
@@ -212,16 +222,27 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
             shift = times * period if layer >= front + period else 0
             moments.append(moment(rows, grown[rows], shift))
     flush()
-    peak_host = max(grown[:, -1].max(), *(moment.host for moment in moments))
+    # Where the optimizer steps through parameters, operators do not pair up, but their maxima do.
+    peak_host = max(
+        _linear(few.host.max(), more.host.max(), times), *(moment.host for moment in moments)
+    )
     return Profile(
         moments,
         transfers=_grown(few.transfers, more.transfers, times),
         flops=_grown(few.flops, more.flops, times),
-        moved=more.moved + times * (more.moved - few.moved),
-        copied=more.copied + times * (more.copied - few.copied),
-        host_peak=round(float(peak_host)),
-        staging=more.staging,
+        moved=_linear(few.moved, more.moved, times),
+        host_moved=_linear(few.host_moved, more.host_moved, times),
+        copied=_linear(few.copied, more.copied, times),
+        host_peak=round(peak_host),
+        host_needed=_host_needed(
+            _linear(few.pageable, more.pageable, times), _grown(few.pinned, more.pinned, times)
+        ),
+        backlog=round(_linear(few.backlog, more.backlog, times)),
     )
+
+
+def _linear(few: float, more: float, times: float) -> float:
+    return float(more + times * (more - few))
 
 
 def _by_maximum(

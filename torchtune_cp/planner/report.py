@@ -53,12 +53,10 @@ def as_table(plan: Plan, seq_source: str) -> str:
     ]
     rows.append(("tensors", in_words(peak.total), "to the byte" if not device.is_gpu else ""))
     rows += [(name, in_words(count), "estimate") for name, count in plan.beside.items()]
-    fit = "fits" if plan.fits else f"DOES NOT FIT: {in_words(plan.needed - device.memory)} too much"
-    rows.append(("needed", in_words(plan.needed), f"of {in_words(device.memory)}: {fit}"))
-    if plan.profile.host_peak:
-        node = plan.profile.host_peak * plan.world.per_node
-        rows.append(("host", in_words(plan.profile.host_peak), f"{in_words(node)} a node"))
+    rows.append(("needed", in_words(plan.needed), _of(plan.needed, device.memory)))
     lines += _rows(rows)
+    if plan.host_tensors:
+        lines += ["", "Host memory", *_rows(_host_rows(plan))]
     lines += ["", "Sent by a rank in a step"]
     transfers: list[tuple[str, ...]] = [("mesh", "collective", "calls", "bytes", "")]
     for (mesh_name, kind), (sent, calls) in sorted(sent_by_mesh(plan).items()):
@@ -88,6 +86,25 @@ def as_table(plan: Plan, seq_source: str) -> str:
     ]
     lines += [f"Note: {note}." for note in plan.notes]
     return "\n".join(lines)
+
+
+def _of(needed: float, memory: float) -> str:
+    fit = "fits" if needed <= memory else f"DOES NOT FIT: {in_words(needed - memory)} too much"
+    return f"of {in_words(memory)}: {fit}"
+
+
+def _host_rows(plan: Plan) -> list[tuple[str, ...]]:
+    tensors = max(profile.host_peak for profile in plan.ranks.values())
+    rows = [
+        ("tensors of a rank", in_words(tensors), "to the byte"),
+        ("pinned memory", in_words(plan.host_tensors - tensors), "lost, as torch rounds it"),
+        *((name, in_words(count), "estimate") for name, count in plan.host_beside.items()),
+    ]
+    limit = plan.world.host_memory
+    said = _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
+    ranks = plan.world.on_a_node
+    rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {said}"))
+    return rows
 
 
 def sent_by_mesh(plan: Plan) -> dict[tuple[str, str], tuple[float, float]]:
@@ -120,6 +137,9 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
         "fits": plan.fits,
         "needed_bytes": plan.needed,
         "estimates_bytes": plan.beside,
+        "host_bytes_of_a_node": limit if math.isfinite(limit := plan.world.host_memory) else None,
+        "host_needed_bytes_of_a_node": plan.host_node,
+        "host_estimates_bytes": plan.host_beside,
         "rank": plan.rank,
         "ranks": {
             str(rank): {
@@ -127,6 +147,7 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
                 "peak_at": profile.peak.place._asdict(),
                 "peak_parts_bytes": profile.peak.device,
                 "host_peak_bytes": profile.host_peak,
+                "host_needed_bytes": profile.host_needed,
                 "sent": [
                     {**transfer._asdict(), "bytes": sent, "calls": calls}
                     for transfer, (sent, calls) in profile.transfers.items()
@@ -137,6 +158,7 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
                 ],
                 "model_flops": model_flops(profile),
                 "memory_bound_bytes": profile.moved,
+                "memory_bound_bytes_on_host": profile.host_moved,
                 "copied_to_host_and_back_bytes": profile.copied,
             }
             for rank, profile in plan.ranks.items()

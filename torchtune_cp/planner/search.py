@@ -26,10 +26,10 @@ def longest(
 ) -> Plan:
     """Find the longest sequence whose plan fits.
 
-    Needed memory grows with the length along straight lines (attention needs none that grows with its
-    square), of which the steepest ones come last: a convex curve. Its chords and their extensions
-    bound the length that is looked for from below and from above, and the next length to try lies on one of
-    these bounds. What is returned has been simulated at its own length.
+    Needed memory, of the device and of its node, grows with the length along straight lines (attention
+    needs none that grows with its square), of which the steepest ones come last: a convex curve. Its chords
+    and their extensions bound the length that is looked for from below and from above, and the next length
+    to try lies on one of these bounds. What is returned has been simulated at its own length.
 
     Args:
         plan_at: Makes the plan of a length.
@@ -53,21 +53,16 @@ def longest(
     def look(length: int) -> Plan:
         if length not in plans:
             plan = plans[length] = plan_at(length)
-            say(
-                f"{length:,} tokens need {in_words(plan.needed)}: {'fits' if plan.fits else 'too much'}"
-            )
+            say(f"{length:,} tokens need {needs(plan)}: {'fits' if plan.fits else 'too much'}")
         return plans[length]
 
-    memory = look(rounded(start)).world.device.memory
-    if memory == float("inf"):
+    world = look(rounded(start)).world
+    if world.device.memory == math.inf:
         raise UserError(
             "--max-seq-len: this device's memory has no limit; name a GPU with --device"
         )
     if not look(rounded(start)).fits and not look(grain).fits:
-        need = plans[grain].needed
-        raise UserError(
-            f"not even {grain} tokens fit: they need {in_words(need)} of {in_words(memory)}"
-        )
+        raise UserError(f"not even {grain} tokens fit: they need {needs(plans[grain])}")
     if len(plans) == 1:
         look(rounded(2 * start))
     last = rounded(start)
@@ -75,14 +70,14 @@ def longest(
         fitting = sorted(n for n, plan in plans.items() if plan.fits)
         too_long = sorted(n for n, plan in plans.items() if not plan.fits)
         near = max(grain, CLOSE_ENOUGH * fitting[-1])
-        above = _where(plans, fitting[-2:], memory)
+        above = _where(plans, fitting[-2:])
         if above - fitting[-1] < near or (too_long and too_long[0] - fitting[-1] <= near):
             break
         if not too_long:
             guess = min(above, GROWTH * fitting[-1])
         else:
-            below = _where(plans, [fitting[-1], too_long[0]], memory)
-            above = min(above, _where(plans, too_long[:2], memory))
+            below = _where(plans, [fitting[-1], too_long[0]])
+            above = min(above, _where(plans, too_long[:2]))
             if not plans[last].fits:
                 guess = below
             elif above < too_long[0]:
@@ -95,10 +90,18 @@ def longest(
     return plans[max(n for n, plan in plans.items() if plan.fits)]
 
 
-def _where(plans: dict[int, Plan], lengths: list[int], memory: float) -> float:
+def needs(plan: Plan) -> str:
+    """What a plan needs of what there is, in words."""
+    device = f"{in_words(plan.needed)} of {in_words(plan.world.device.memory)}"
+    if plan.world.host_memory == math.inf:
+        return device
+    return f"{device}, host {in_words(plan.host_node)} of {in_words(plan.world.host_memory)}"
+
+
+def _where(plans: dict[int, Plan], lengths: list[int]) -> float:
     """Where the line through two lengths needs all memory; infinite where there is no such line."""
     if len(lengths) < 2:
         return math.inf
     a, b = lengths
-    slope = (plans[b].needed - plans[a].needed) / (b - a)
-    return a + (memory - plans[a].needed) / slope if slope > 0 else math.inf
+    slope = (plans[b].load - plans[a].load) / (b - a)
+    return a + (1 - plans[a].load) / slope if slope > 0 else math.inf

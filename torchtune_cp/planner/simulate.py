@@ -31,12 +31,13 @@ from torchtune_cp.planner.torch_private import (
     FakeTensor,
     FakeTensorMode,
     fake_process_group,
+    offloading_copies,
     real_meshes,
     uncached,
     unseen_sharding_propagation,
     watching_fsdp,
 )
-from torchtune_cp.planner.trace import Trace
+from torchtune_cp.planner.trace import Trace, rounded_when_pinned
 from torchtune_cp.planner.tracker import StepTracker
 from torchtune_cp.training.memory import host as host_memory
 from torchtune_cp.training.nonfinite import step_totals
@@ -139,9 +140,9 @@ def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
         for name in ("empty_on_host", "empty_like_on_host", "host_thread")
     }
 
-    def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_host(function: Callable[..., Any], *, pinned: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with tracker.on_host():
+            with tracker.on_host(pinned=pinned):
                 return function(*args, **kwargs)
 
         return run
@@ -151,11 +152,11 @@ def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
 
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
             future: Future[Any] = Future()
-            future.set_result(on_host(fn)(*args, **kwargs))
+            future.set_result(on_host(fn, pinned=False)(*args, **kwargs))
             return future
 
     for name in ("empty_on_host", "empty_like_on_host"):
-        setattr(host_memory, name, on_host(replaced[name]))
+        setattr(host_memory, name, on_host(replaced[name], pinned=True))
     host_memory.host_thread = AtOnce
     host_memory.PLAIN_TENSORS.add(FakeTensor)
     try:
@@ -217,6 +218,8 @@ def simulate(
         stack.enter_context(
             watching_fsdp(tracker.doing, lambda gradient: tracker.name(gradient, "gradients"))
         )
+        if offloads_shards:
+            stack.enter_context(offloading_copies(lambda pinned: tracker.on_host(pinned=pinned)))
         stack.enter_context(tracker.seeing_resizes())
         stack.enter_context(mode)
         stack.enter_context(tracker)
@@ -237,7 +240,7 @@ def simulate(
         model.train()
         tracker.watch(model)
         for parameter in model.parameters():
-            tracker.name(parameter, "parameters", on_host=offloads_shards)
+            tracker.name(parameter, "parameters", on_host=offloads_shards, pinned=offloads_shards)
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
@@ -257,25 +260,22 @@ def simulate(
         tracker.phase = "finish"
         train.finish()
         trace = tracker.stop(shards_on_host=offloads_shards)
-        if offloads_shards:
-            trace.staging = 2 * _largest_group(model)
-            trace.copied += sum(_local_bytes(p) * 2 for p in model.parameters())
+        if cfg.optimizer_on_host and separate_host:
+            trace.backlog = sum(
+                _waiting_bytes(parameter, shards_on_host=offloads_shards)
+                for parameter in model.parameters()
+            )
         return trace
 
 
-def _local_bytes(parameter: Tensor) -> int:
+def _waiting_bytes(parameter: Tensor, *, shards_on_host: bool) -> int:
+    """What a parameter takes on the host while it waits for its step there.
+
+    Its gradient and, where the shard is on the device, a copy of the shard, both in pinned memory.
+    """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.numel() * local.itemsize
-
-
-def _largest_group(model: nn.Module) -> int:
-    """Bytes of the shards of the largest group of parameters that FSDP gathers together."""
-    groups: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        group = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-        groups[group] = groups.get(group, 0) + _local_bytes(parameter)
-    return max(groups.values())
+    count = local.numel() * local.itemsize
+    return count if shards_on_host else 2 * rounded_when_pinned(count)
 
 
 def checkpointing_period(cfg: FullFinetuneConfig) -> int:

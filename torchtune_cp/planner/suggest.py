@@ -1,39 +1,56 @@
-"""Meshes and memory levers of a world size, those that fit ranked by estimated time."""
+"""Meshes, attention methods and memory levers of a world size, those that fit ranked by estimated time."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchtune_cp.config import FullFinetuneConfig
+from omegaconf import OmegaConf
+
+from torchtune_cp.config import FullFinetuneConfig, component_callable
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.errors import UserError
 from torchtune_cp.planner.plan import Plan, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.world import World
 
-_CHECKPOINTED = {"enable_activation_checkpointing": True, "ac_mode": None, "ac_option": None}
-
-#: Levers from the fastest to the one that saves most; each is a set of config keys.
-LEVERS: tuple[dict[str, Any], ...] = (
-    {"enable_activation_checkpointing": False, "ac_mode": None, "ac_option": None},
-    {"enable_activation_checkpointing": False, "ac_mode": "selective", "ac_option": "op"},
-    _CHECKPOINTED,
-    _CHECKPOINTED | {"optimizer_in_bwd": True},
-    _CHECKPOINTED | {"enable_activation_offloading": True},
-    _CHECKPOINTED | {"enable_activation_offloading": True, "optimizer_in_bwd": True},
-    _CHECKPOINTED | {"enable_activation_offloading": True, "fsdp_cpu_offload": True},
-)
-#: Where the search begins on each mesh: what most long sequences need.
-_FIRST = 2
-
-_OFF = {
+#: What nothing is saved with.
+NO_LEVER: dict[str, Any] = {
+    "enable_activation_checkpointing": False,
+    "ac_mode": None,
+    "ac_option": None,
+    "mlp_tile_tokens": None,
+    "loss.reuse_hidden": False,
     "enable_activation_offloading": False,
-    "fsdp_cpu_offload": False,
     "optimizer_in_bwd": False,
+    "optimizer_on_host": False,
+    "fsdp_cpu_offload": False,
 }
+
+#: Levers from those that cost least to those that cost most, each on top of those before it. A ``.`` leads
+#: to an argument of a component.
+LEVERS: tuple[dict[str, Any], ...] = (
+    {"ac_mode": "selective", "ac_option": "op"},
+    {"enable_activation_checkpointing": True, "ac_mode": None, "ac_option": None},
+    {"mlp_tile_tokens": 4096, "loss.reuse_hidden": True},
+    {"optimizer_in_bwd": True},
+    {"enable_activation_offloading": True},
+    {"optimizer_in_bwd": False, "optimizer_on_host": True},
+    {"fsdp_cpu_offload": True},
+)
+
+#: Ways of attention over the ranks that share a sequence.
+METHODS: tuple[dict[str, Any], ...] = (
+    {"context_parallel_method": "ring", "context_parallel_rotate_method": "allgather"},
+    {"context_parallel_method": "ring", "context_parallel_rotate_method": "alltoall"},
+    {"context_parallel_method": "allgather", "context_parallel_rotate_method": "allgather"},
+    {"context_parallel_method": "ulysses", "context_parallel_rotate_method": "allgather"},
+)
+#: On how many meshes the other methods are tried.
+MESHES_FOR_METHODS = 2
 
 #: Estimated speeds closer than this are no difference: the model is not that good.
 SAME_SPEED = 0.02
@@ -41,7 +58,7 @@ SAME_SPEED = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """A mesh and a lever with their plan.
+    """A mesh and levers with their plan.
 
     Attributes:
         overrides: The config keys to set.
@@ -81,24 +98,116 @@ def meshes(world: World, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
                 }
 
 
+def overridden(cfg: FullFinetuneConfig, overrides: dict[str, Any]) -> FullFinetuneConfig:
+    """A config with keys replaced.
+
+    Args:
+        cfg: The config; it stays as it is.
+        overrides: Values by key; ``loss.reuse_hidden`` is an argument of the component ``loss``.
+    """
+    flat = {key: value for key, value in overrides.items() if "." not in key}
+    for key, value in overrides.items():
+        node, _, argument = key.partition(".")
+        if argument:
+            flat[node] = OmegaConf.merge(flat.get(node, getattr(cfg, node)), {argument: value})
+    return dataclasses.replace(cfg, **flat)
+
+
+def _taken(cfg: FullFinetuneConfig, lever: dict[str, Any]) -> dict[str, Any]:
+    """A lever without the arguments that the config's own components do not take."""
+    return {
+        key: value
+        for key, value in lever.items()
+        if "." not in key or _takes(getattr(cfg, key.partition(".")[0]), key.partition(".")[2])
+    }
+
+
+def _takes(component: Any, argument: str) -> bool:
+    return argument in inspect.signature(component_callable(component)).parameters
+
+
 def _problems(cfg: FullFinetuneConfig, world_size: int) -> list[str]:
-    values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    values = {
+        f.name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        for f in dataclasses.fields(cfg)
+        for value in [getattr(cfg, f.name)]
+    }
     return combination_problems(values, world_size)
 
 
-def _next_usable(
-    cfg: FullFinetuneConfig, mesh: dict[str, int], lever: int, direction: int, world_size: int
-) -> tuple[int, dict[str, Any], FullFinetuneConfig] | None:
-    """The first lever from here on that goes with the rest of the config: index, overrides, config."""
-    while 0 <= lever < len(LEVERS):
-        overrides = mesh | _OFF | LEVERS[lever]
-        candidate = dataclasses.replace(cfg, **overrides)
+def ladder(
+    cfg: FullFinetuneConfig, mesh: dict[str, Any], world_size: int
+) -> list[tuple[dict[str, Any], FullFinetuneConfig]]:
+    """The levers of a mesh, one after the other, each on top of the last.
+
+    What the rest of the config does not go with is left out.
+
+    Args:
+        cfg: The run's config.
+        mesh: Overrides that all have.
+        world_size: Ranks of the run.
+
+    Returns:
+        Overrides and the config with them; nothing where the mesh itself does not go with the config.
+    """
+    rungs: list[tuple[dict[str, Any], FullFinetuneConfig]] = []
+    overrides = mesh | _taken(cfg, NO_LEVER)
+    for lever in ({}, *LEVERS):
+        tried = overrides | _taken(cfg, lever)
+        candidate = overridden(cfg, tried)
         if not _problems(candidate, world_size):
-            return lever, overrides, candidate
-        if direction == 0:
-            return None
-        lever += direction
-    return None
+            overrides = tried
+            if not rungs or rungs[-1][0] != tried:
+                rungs.append((tried, candidate))
+    return rungs
+
+
+class _Climb:
+    """The search for the lowest rung of a ladder that fits, a plan at a time.
+
+    Each rung needs less memory than the one below, so the wanted one is found by halving; near a rung
+    that fitted something alike, by looking at its neighbours.
+
+    Attributes:
+        mesh: What all rungs have in common.
+        found: The lowest rung that is known to fit.
+        rung: Its number.
+    """
+
+    def __init__(
+        self,
+        cfg: FullFinetuneConfig,
+        mesh: dict[str, Any],
+        world_size: int,
+        near: int | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.found: Suggestion | None = None
+        self.rung: int | None = None
+        self._rungs = ladder(cfg, mesh, world_size)
+        self._low, self._high = (
+            0,
+            len(self._rungs),
+        )  # the wanted one is one of these, high if none is
+        self._steps_by_one = near is not None
+        self._next = len(self._rungs) // 2 if near is None else min(near, len(self._rungs) - 1)
+
+    def candidate(self) -> tuple[dict[str, Any], FullFinetuneConfig] | None:
+        """Overrides and config to be planned next; None when nothing is left to try."""
+        return self._rungs[self._next] if self._low < self._high else None
+
+    def take(self, plan: Plan | None) -> None:
+        """Go on from the plan of the candidate; None where it cannot be planned."""
+        fits = plan is not None and plan.fits
+        if fits:
+            assert plan is not None
+            self.found, self.rung = Suggestion(self._rungs[self._next][0], plan), self._next
+            self._high = self._next
+        else:
+            self._low = self._next + 1
+        self._next = (self._low + self._high) // 2
+        if self._steps_by_one:
+            self._next = self._high - 1 if fits else self._low
 
 
 def suggest(
@@ -108,11 +217,10 @@ def suggest(
     sizes: dict[str, int],
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
-    """Try the meshes of a world size, each with the levers around the first that fits.
+    """Find the cheapest levers that make each mesh fit, then try other ways of attention on the best.
 
-    On each mesh the search begins with checkpointed layers. If they fit, faster levers are tried as long as
-    they fit; if not, those that save more, until one fits. A lever that the rest of the config does not
-    go with is passed over. One rank stands for all.
+    One rank stands for all. On the meshes that come out best (where none fits: on those that cut sequences
+    finest) the other methods of context parallelism are tried as well.
 
     Args:
         cfg: The run's config.
@@ -124,39 +232,46 @@ def suggest(
     Returns:
         What fits, the most tokens a second first; of equally fast ones, the one that needs less memory.
     """
+    own = {key: getattr(cfg, key) for key in METHODS[0]}
+    climbs = [_Climb(cfg, mesh | own, world.size) for mesh in meshes(world, sizes)]
+    _climb_all(climbs, world, seq_len, say)
+    best = sorted(
+        (c for c in climbs if c.mesh["context_parallel_dim"] > 1),
+        key=lambda c: (0, *_rank(c.found)) if c.found else (1, -c.mesh["context_parallel_dim"], 0),
+    )
+    others = [
+        _Climb(cfg, climb.mesh | method, world.size, near=climb.rung)
+        for climb in best[:MESHES_FOR_METHODS]
+        for method in METHODS
+        if method != own
+    ]
+    _climb_all(others, world, seq_len, say)
+    found = [climb.found for climb in (*climbs, *others) if climb.found is not None]
+    return sorted(found, key=_rank)
+
+
+def _climb_all(
+    climbs: list[_Climb], world: World, seq_len: int, say: Callable[[str], None]
+) -> None:
+    """Let all climbs come to their ends, the plans of a round side by side."""
     from torchtune_cp.planner.simulate import rank_profile
 
-    #: (mesh, lever, direction along the levers) still to be looked at; direction 0: the first look.
-    open_points = [(mesh, _FIRST, 0) for mesh in meshes(world, sizes)]
-    found: list[Suggestion] = []
-    while open_points:
-        wave, tasks = [], []
-        for mesh, lever, direction in open_points:
-            usable = _next_usable(cfg, mesh, lever, direction, world.size)
-            if usable is None:
-                continue
-            lever, overrides, candidate = usable
-            wave.append((mesh, lever, direction, overrides, candidate))
-            degrees = {"cp": candidate.context_parallel_dim, "tp": candidate.tensor_parallel_dim}
-            tasks += tasks_of(candidate, world, seq_len, ranks=[planned_ranks(degrees)[-1]])
+    while wave := [
+        (climb, *candidate) for climb in climbs if (candidate := climb.candidate()) is not None
+    ]:
+        tasks = []
+        for _, _, config in wave:
+            degrees = {"cp": config.context_parallel_dim, "tp": config.tensor_parallel_dim}
+            tasks += tasks_of(config, world, seq_len, ranks=[planned_ranks(degrees)[-1]])
         profiles = run_apart(rank_profile, tasks, keep_refusals=True)
-        open_points = []
-        for (mesh, lever, direction, overrides, candidate), task, profile in zip(
-            wave, tasks, profiles, strict=True
-        ):
+        for (climb, overrides, config), task, profile in zip(wave, tasks, profiles, strict=True):
             if isinstance(profile, UserError):
                 say(f"{described(overrides)}: {profile}")
+                climb.take(None)
                 continue
-            plan = plan_of(candidate, world, seq_len, {task["rank"]: profile})
+            plan = plan_of(config, world, seq_len, {task["rank"]: profile})
             say(f"{described(overrides)}: {'fits' if plan.fits else 'does not fit'}")
-            if plan.fits:
-                found.append(Suggestion(overrides, plan))
-            if direction == 0:
-                direction = -1 if plan.fits else 1
-            following = lever + direction
-            if (direction < 0) == plan.fits and 0 <= following < len(LEVERS):
-                open_points.append((mesh, following, direction))
-    return sorted(found, key=_rank)
+            climb.take(plan)
 
 
 def _rank(suggestion: Suggestion) -> tuple[int, int]:
@@ -167,9 +282,12 @@ def _rank(suggestion: Suggestion) -> tuple[int, int]:
 
 def described(overrides: dict[str, Any]) -> str:
     """The overrides as they are written on a command line, without those that switch nothing on."""
+    alone = overrides.get("context_parallel_dim", 1) == 1
     shown = []
     for key, value in overrides.items():
         if value in (False, None) or (key.endswith("_dim") and value == 1):
+            continue
+        if alone and key in METHODS[0]:
             continue
         shown.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
     return " ".join(shown) or "one rank"
@@ -177,11 +295,12 @@ def described(overrides: dict[str, Any]) -> str:
 
 def as_table(suggestions: list[Suggestion], most: int = 10) -> str:
     """The best suggestions for people."""
-    lines = ["tokens/s a device     MFU      needed  overrides"]
+    lines = ["tokens/s a device     MFU      needed   host a node  overrides"]
     for suggestion in suggestions[:most]:
         plan = suggestion.plan
         lines.append(
             f"{plan.tokens_per_second:17,.0f}  {plan.time.mfu:6.1%}"
-            f"  {plan.needed / 2**30:7.1f} GiB  {described(suggestion.overrides)}"
+            f"  {plan.needed / 2**30:7.1f} GiB  {plan.host_node / 2**30:8.1f} GiB"
+            f"  {described(suggestion.overrides)}"
         )
     return "\n".join(lines)

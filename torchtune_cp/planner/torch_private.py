@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -141,6 +142,64 @@ def watching_fsdp(
         wrapped("unshard", "gather"),
         wrapped("wait_for_unshard", "gather"),
         wrapped("post_backward", "reduce"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def offloading_copies(
+    on_host: Callable[[bool], contextlib.AbstractContextManager[None]],
+) -> Generator[None, None, None]:
+    """Let FSDP's offloading copy, although host and device are the same memory (``FSDPParam``, 2.13.0).
+
+    It moves shards and gradients by ``.to(device)``, which on a CPU does nothing. Here shards are copied
+    to be gathered, and reduced gradients are copied away, as from and to a GPU.
+
+    Args:
+        on_host: Encloses the allocation of a gradient; is told whether torch takes pinned memory for it.
+    """
+    inputs, to_sharded, reduce = (
+        FSDPParam.all_gather_inputs,
+        FSDPParam.to_sharded_dtensor,
+        FSDPParamGroup.post_backward,
+    )
+    assert isinstance(inputs, property)
+    get_inputs: Any = inputs.fget
+    reducing = False
+
+    def all_gather_inputs(self: Any) -> Any:
+        own_way = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        if not self.offload_to_cpu or own_way or self.sharded_state != ShardedState.SHARDED:
+            return get_inputs(self)
+        shard = self._sharded_param_data
+        self._sharded_param_data = shard.clone()
+        try:
+            return get_inputs(self)
+        finally:
+            self._sharded_param_data = shard
+
+    def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
+        if reducing and self.offload_to_cpu:
+            # With a hook that reads the gradient at once, torch waits for a copy to ordinary memory.
+            hooked = bool(getattr(self.sharded_param, "_post_accumulate_grad_hooks", None))
+            with torch.no_grad():
+                with on_host(not hooked):
+                    host = torch.empty_like(tensor)
+                tensor = host.copy_(tensor)
+        return to_sharded(self, tensor)
+
+    def post_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal reducing
+        reducing = True
+        try:
+            return reduce(self, *args, **kwargs)
+        finally:
+            reducing = False
+
+    with (
+        _replaced(FSDPParam, "all_gather_inputs", property(all_gather_inputs)),
+        _replaced(FSDPParam, "to_sharded_dtensor", to_sharded_dtensor),
+        _replaced(FSDPParamGroup, "post_backward", post_backward),
     ):
         yield
 

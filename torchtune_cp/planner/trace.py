@@ -90,9 +90,12 @@ class Trace:
         flops: Floating-point operations by (kind, whether computed a second time); kinds are
             ``matmul``, ``attention`` and ``attention_backward``.
         moved: Bytes that operators without a matrix product read and write on the device.
-        copied: Bytes copied to the host and back.
-        staging: Estimated bytes of shards on their way from the host to be gathered, which a CPU has no
-            need to copy.
+        host_moved: The same on the host.
+        copied: Bytes copied from the device to the host or back.
+        pageable: The most bytes of host memory that are not pinned.
+        pinned: Pinned host memory: the most buffers alive at once, by their size as torch rounds it.
+        backlog: Bytes of all gradients (and copies of shards) that may wait on the host at once for an
+            optimizer that steps there; here each is stepped as soon as it is there.
     """
 
     places: list[Place]
@@ -102,5 +105,13 @@ class Trace:
     transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)
     flops: dict[tuple[str, bool], float] = field(default_factory=dict)
     moved: float = 0.0
+    host_moved: float = 0.0
     copied: float = 0.0
-    staging: int = 0
+    pageable: int = 0
+    pinned: dict[int, float] = field(default_factory=dict)
+    backlog: int = 0
+
+
+def rounded_when_pinned(num_bytes: int) -> int:
+    """What torch takes for a buffer of pinned memory: a power of two (2.11 to 2.13)."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

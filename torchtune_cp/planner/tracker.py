@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,24 @@ from torchtune_cp.planner.torch_private import (
     backward_node,
     next_sequence_number,
 )
-from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer
+from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer, rounded_when_pinned
 
 _INDEX = {name: i for i, name in enumerate(CATEGORIES)}
 aten = torch.ops.aten
 _SCALAR = aten._local_scalar_dense.default
 _SET_STORAGE = aten.set_.source_Storage
+#: What reads and writes nothing although its result is no view to the dispatcher.
+_TOUCH_NOTHING = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten._unsafe_view,
+}
+#: What takes from its arguments nothing but their shape.
+_FILL = {aten.new_full, aten.new_zeros, aten.new_ones, aten.zeros_like, aten.full_like}
+#: What copies between two memories; within one it moves bytes as any other operator does.
+_COPIES = (aten.copy_.default, aten.clone.default)
 
 #: Extra bytes that an operator takes from the allocator while it runs, beyond its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -41,15 +53,16 @@ def _layer_and_path(name: str) -> tuple[int, str]:
 class _Storage:
     """One storage: its size, where it came to life and, later, where it died."""
 
-    __slots__ = ("born", "category", "dead", "made_in", "on_host", "ref", "size")
+    __slots__ = ("born", "category", "dead", "made_in", "on_host", "pinned", "ref", "size")
 
-    def __init__(self, size: int, born: int, place: Place, category: str | None, on_host: bool):
+    def __init__(self, size: int, born: int, place: Place, category: str | None):
         self.size = size
         self.born = born
         self.dead = -1
         self.made_in = place
         self.category = category
-        self.on_host = on_host
+        self.on_host = False
+        self.pinned = False
         self.ref: Any = None
 
 
@@ -101,12 +114,13 @@ class StepTracker(TorchDispatchMode):
         self._activity_made_in = ""
         self._boundaries: list[int] = [0]
         self._made_in: list[tuple[int, str, str]] = [(-1, "", "")]
-        self._host_depth = 0
+        self._host: list[bool] = []  # whether pinned, of each enclosing on_host
         self._inside = 0
         # Sums.
         self._transfers: dict[Transfer, list[float]] = {}
         self._flops: dict[tuple[str, bool], float] = {}
         self._moved = 0.0
+        self._host_moved = 0.0
         self._copied = 0.0
 
     # --- where ------------------------------------------------------------------------------------
@@ -152,13 +166,17 @@ class StepTracker(TorchDispatchMode):
             self._mark()
 
     @contextlib.contextmanager
-    def on_host(self) -> Generator[None, None, None]:
-        """Enclose the allocation of host memory."""
-        self._host_depth += 1
+    def on_host(self, *, pinned: bool) -> Generator[None, None, None]:
+        """Enclose work in host memory.
+
+        Args:
+            pinned: Whether what is allocated is pinned.
+        """
+        self._host.append(pinned)
         try:
             yield
         finally:
-            self._host_depth -= 1
+            self._host.pop()
 
     def _place(self) -> Place:
         activity = self._activities[-1] if self._activities else ""
@@ -200,7 +218,7 @@ class StepTracker(TorchDispatchMode):
         if func is _SCALAR:
             # Nobody knows the values of fake tensors. Counts and norms are 1, masks are true.
             return _some_value(args[0].dtype)
-        if func.namespace == "profiler":
+        if func.namespace in ("profiler", "prim"):  # "prim": a fake tensor is asked for its device
             return func(*args, **kwargs)
         if func.namespace == methods.NAMESPACE:
             return self._look_inside(func._overloadpacket.__name__, args, kwargs)
@@ -254,8 +272,33 @@ class StepTracker(TorchDispatchMode):
             kind, number = counted
             if not self._inside:
                 self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
-        elif not func.is_view:
-            self._moved += _touched(args) + _touched(out)
+        elif func in _COPIES and (bytes_copied := self._crossing(func, args, out)):
+            self._copied += bytes_copied
+        elif not func.is_view and func._overloadpacket not in _TOUCH_NOTHING:
+            read = 0 if func._overloadpacket in _FILL else _touched(args)
+            touched = read + _touched(out)
+            if self._host or (place.phase in ("norm", "update") and self._all_on_host(args)):
+                self._host_moved += touched
+            else:
+                self._moved += touched
+
+    def _lies_on_host(self, tensor: torch.Tensor) -> bool:
+        known = self._storages.get(id(tensor.untyped_storage()))
+        return known is not None and known.on_host
+
+    def _all_on_host(self, values: Any) -> bool:
+        if not self._separate_host:
+            return False
+        tensors = [tensor for tensor in _flat(values) if tensor.numel() > 1]
+        return bool(tensors) and all(map(self._lies_on_host, tensors))
+
+    def _crossing(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        """Bytes that a copy moves from one memory into the other."""
+        if not self._separate_host:
+            return 0
+        target, source = (args[0], args[1]) if func is aten.copy_.default else (out, args[0])
+        crosses = self._lies_on_host(target) != self._lies_on_host(source)
+        return _touched(target) if crosses else 0
 
     def _see(self, storage: torch.UntypedStorage, place: Place) -> None:
         key = id(storage)
@@ -270,7 +313,8 @@ class StepTracker(TorchDispatchMode):
             category = "gradients"
         elif place.phase in ("norm", "update", "finish"):
             category = "optimizer"
-        known = _Storage(storage.nbytes(), self._op, place, category, self._host_depth > 0)
+        known = _Storage(storage.nbytes(), self._op, place, category)
+        known.on_host, known.pinned = bool(self._host), bool(self._host and self._host[-1])
         self._storages[key] = known
         self._all.append(known)
         known.ref = weakref.ref(storage, partial(self._freed, key))
@@ -279,8 +323,6 @@ class StepTracker(TorchDispatchMode):
     def _happened(self, storage: _Storage, delta: int) -> None:
         if self._recording and delta:
             self._events.append((self._op, storage, delta))
-            if self._separate_host and storage.on_host and delta > 0 and storage.born == self._op:
-                self._copied += 2 * delta  # to the host and back
 
     def _resized(self, storage: _Storage, size: int) -> None:
         if size != storage.size:
@@ -311,13 +353,16 @@ class StepTracker(TorchDispatchMode):
         finally:
             storage_type.resize_ = original
 
-    def name(self, tensor: torch.Tensor, category: str, *, on_host: bool = False) -> None:
+    def name(
+        self, tensor: torch.Tensor, category: str, *, on_host: bool = False, pinned: bool = False
+    ) -> None:
         """Say what a tensor's storage is.
 
         Args:
             tensor: Of a DTensor, the local part counts.
             category: One of :data:`~torchtune_cp.planner.trace.CATEGORIES`.
             on_host: Whether it lies on the host.
+            pinned: Whether its memory there is pinned.
         """
         with torch.no_grad():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -325,6 +370,7 @@ class StepTracker(TorchDispatchMode):
         if known is not None:
             known.category = category
             known.on_host = known.on_host or on_host
+            known.pinned = known.pinned or pinned
 
     # --- when -------------------------------------------------------------------------------------
 
@@ -343,7 +389,7 @@ class StepTracker(TorchDispatchMode):
         """End the step.
 
         Args:
-            shards_on_host: Whether reduced gradients lie on the host and the optimizer steps there.
+            shards_on_host: Whether the optimizer steps on the host.
         """
         self._recording = False
         self._ops_place.append(self._ops_place[-1])  # for what died last
@@ -351,34 +397,36 @@ class StepTracker(TorchDispatchMode):
         places = list(self._place_ids)
         device = np.zeros((ops, len(CATEGORIES)), dtype=np.int64)
         host = np.zeros(ops, dtype=np.int64)
+        pageable = np.zeros(ops, dtype=np.int64)
+        pinned: dict[int, np.ndarray] = {}
         phase_of = [places[i].phase for i in self._ops_place]
-
-        def outlives(storage: _Storage) -> bool:
-            return storage.dead < 0 or phase_of[storage.dead] in ("norm", "update", "finish")
-
         for op, storage, delta in self._events:
             category = storage.category or _category(storage, phase_of)
-            on_host = storage.on_host or (
-                shards_on_host
-                and (category == "optimizer" or (category == "gradients" and outlives(storage)))
-            )
-            if on_host and self._separate_host:
-                host[op] += delta
-            else:
+            on_host = storage.on_host or (shards_on_host and category == "optimizer")
+            if not (on_host and self._separate_host):
                 device[op, _INDEX[category]] += delta
+                continue
+            host[op] += delta
+            if storage.pinned:
+                size = rounded_when_pinned(abs(delta))
+                pinned.setdefault(size, np.zeros(ops, dtype=np.int64))[op] += np.sign(delta)
+            else:
+                pageable[op] += delta
         device = device.cumsum(axis=0)
-        host = host.cumsum()
         for op, extra in self._extra.items():
             device[op, _INDEX["attention"]] += extra
         return Trace(
             places=places,
             place=np.array(self._ops_place),
             device=device,
-            host=host,
+            host=host.cumsum(),
             transfers={k: (v[0], v[1]) for k, v in self._transfers.items()},
             flops=dict(self._flops),
             moved=self._moved,
+            host_moved=self._host_moved,
             copied=self._copied,
+            pageable=int(pageable.cumsum().max()),
+            pinned={size: float(counts.cumsum().max()) for size, counts in pinned.items()},
         )
 
 
@@ -403,9 +451,13 @@ def _some_value(dtype: torch.dtype) -> bool | int | float:
     return 1.0 if dtype.is_floating_point else 1
 
 
-def _touched(values: Any) -> int:
+def _flat(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
-        return values.numel() * values.itemsize
-    if isinstance(values, (tuple, list)):
-        return sum(map(_touched, values))
-    return 0
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _flat(value)
+
+
+def _touched(values: Any) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in _flat(values))

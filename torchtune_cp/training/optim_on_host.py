@@ -50,18 +50,22 @@ class OptimizerOnHost(OptimizerInBackward):
 
     key = "optimizer_on_host"
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device, *, shards_on_host: bool = False
+    ) -> None:
         """Hook every parameter of the optimizer.
 
         Args:
             optimizer: Holds the parameters as they are trained (after sharding).
             device: Where the model computes; the CPU will do.
+            shards_on_host: Whether ``fsdp_cpu_offload`` keeps parameters and gradients on the host.
 
         Raises:
             UserError: An optimizer that has no parameter groups of its own.
         """
         super().__init__(optimizer)
         self._device = device
+        self._shards_on_host = shards_on_host
         self._backend = torch.get_device_module(device)
         self._copy_stream = self._backend.Stream()
         self._twin = _twin_of(optimizer)
@@ -79,7 +83,7 @@ class OptimizerOnHost(OptimizerInBackward):
         gradient = parameter.grad
         assert gradient is not None
         on_host = parameter
-        if _local(parameter).device.type == self._device.type:
+        if not self._shards_on_host:
             # In the stream in which the gradient was made: its memory is free for others after the copy.
             on_host = self._to_host(parameter)
             gradient = self._to_host(gradient)
@@ -93,6 +97,11 @@ class OptimizerOnHost(OptimizerInBackward):
                 self._step, index, groups, state, parameter, on_host, gradient, arrived
             )
         )
+
+    def _free_last_buffer(self, gradient: Tensor) -> None:
+        # A gradient on the host is no view of FSDP's buffer, and the thread may still be reading the last.
+        if not self._shards_on_host:
+            super()._free_last_buffer(gradient)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = host_memory.empty_like_on_host(tensor.detach(), self._device)

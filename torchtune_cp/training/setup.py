@@ -234,7 +234,9 @@ def build_optimizer(
     if cfg.optimizer_in_bwd:
         norm = OptimizerInBackward(optimizer).gradient_norm
     elif cfg.optimizer_on_host:
-        norm = OptimizerOnHost(optimizer, torch.device(cfg.device)).gradient_norm
+        norm = OptimizerOnHost(
+            optimizer, torch.device(cfg.device), shards_on_host=cfg.fsdp_cpu_offload
+        ).gradient_norm
     if cfg.lr_scheduler is None:
         return optimizer, None, norm
     scheduler = instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)

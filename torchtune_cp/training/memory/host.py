@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
@@ -9,6 +10,59 @@ from torch import Tensor, nn
 
 #: Tensors that own plain memory, whose bytes can be copied. The planner adds tensors without memory.
 PLAIN_TENSORS: set[type] = {Tensor, nn.Parameter}
+
+
+#: torch rounds pinned memory up to powers of two (``CachingHostAllocator``, 2.11 to 2.13). A large buffer is
+#: taken in at most so many pieces, each but the last a power of two: a sixteenth is lost at most, not half.
+MOST_PIECES = 5
+SMALLEST_PIECE = 2**20
+
+
+def piece_sizes(num_bytes: int, smallest: int = SMALLEST_PIECE) -> list[int]:
+    """Cut a number of bytes into few powers of two and a rest.
+
+    Args:
+        num_bytes: How many.
+        smallest: What is not more than this is not cut.
+
+    Returns:
+        At most :data:`MOST_PIECES` sizes that add up to ``num_bytes``, the largest first.
+    """
+    sizes: list[int] = []
+    rest = num_bytes
+    while rest > smallest and len(sizes) < MOST_PIECES - 1:
+        sizes.append(1 << (rest.bit_length() - 1))
+        rest -= sizes[-1]
+    return [*sizes, rest] if rest or not sizes else sizes
+
+
+class HostBytes:
+    """A buffer in host memory, in pieces; see :data:`MOST_PIECES`.
+
+    Args:
+        num_bytes: How large.
+        device: The device at the other end of the copies.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._pieces = [empty_on_host(size, device) for size in piece_sizes(num_bytes)]
+
+    def _cut(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for piece in self._pieces:
+            yield piece, flat[start : start + piece.numel()]
+            start += piece.numel()
+
+    def fill(self, source: Tensor) -> None:
+        """Start to copy the bytes of ``source``, uint8 [num_bytes] on the device, into the buffer."""
+        for piece, part in self._cut(source):
+            piece.copy_(part, non_blocking=True)
+
+    def copy_to(self, target: Tensor) -> None:
+        """Start to copy the buffer into ``target``, uint8 [num_bytes] on the device."""
+        for piece, part in self._cut(target):
+            part.copy_(piece, non_blocking=True)
 
 
 def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:

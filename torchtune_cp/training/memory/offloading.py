@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtune_cp.training.memory import host as host_memory
+from torchtune_cp.training.memory.host import HostBytes
 
 if TYPE_CHECKING:
     from torchtune_cp.models import LanguageModel
@@ -54,12 +55,12 @@ class _HostCopy:
     projections, views with their strides) is moved once and comes back shared, as it was.
 
     Attributes:
-        host: The bytes, uint8, one dimension; pinned when the device is not the CPU itself.
+        host: The bytes; pinned when the device is not the CPU itself.
         device: They on the device again, from the fetch until the last use.
         uses: How many saved tensors have not been handed to backward yet.
     """
 
-    def __init__(self, host: Tensor) -> None:
+    def __init__(self, host: HostBytes) -> None:
         self.host = host
         self.device: Tensor | None = None
         self.uses = 0
@@ -210,15 +211,15 @@ class ActivationOffload:
 
     def _to_host(self, layer: _LayerPass, storage: torch.UntypedStorage) -> _HostCopy:
         source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-        host = host_memory.empty_on_host(source.numel(), self._device)
+        host = HostBytes(source.numel(), self._device)
         self._copy_stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._copy_stream):
-            host.copy_(source, non_blocking=True)
+            host.fill(source)
         layer.in_use.append(source)
         copy = _HostCopy(host)
-        self.moved_bytes += host.numel()
-        self.host_bytes += host.numel()
-        weakref.finalize(copy, self._freed, host.numel())
+        self.moved_bytes += host.num_bytes
+        self.host_bytes += host.num_bytes
+        weakref.finalize(copy, self._freed, host.num_bytes)
         return copy
 
     def _freed(self, count: int) -> None:
@@ -230,14 +231,14 @@ class ActivationOffload:
         # Allocated on the computing stream, for it uses and frees them; what it still does with that
         # memory from an earlier use comes first.
         for copy in copies:
-            copy.device = torch.empty(copy.host.numel(), dtype=torch.uint8, device=self._device)
+            copy.device = torch.empty(copy.host.num_bytes, dtype=torch.uint8, device=self._device)
             layer.in_use.append(copy.device)
         self._copy_stream.wait_stream(stream)
         with self._backend.stream(self._copy_stream):
             for copy in copies:
                 assert copy.device is not None
-                copy.device.copy_(copy.host, non_blocking=True)
-                self.fetched_bytes += copy.host.numel()
+                copy.host.copy_to(copy.device)
+                self.fetched_bytes += copy.host.num_bytes
         layer.fetched = self._backend.Event()
         layer.fetched.record(self._copy_stream)
 
