@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,26 +15,27 @@ from torchtune_cp.planner import suggest as suggest_module
 from torchtune_cp.planner.devices import DEVICES, GIB
 from torchtune_cp.planner.profile import Moment, Profile
 from torchtune_cp.planner.search import longest
-from torchtune_cp.planner.suggest import as_table, described, meshes, suggest
+from torchtune_cp.planner.suggest import as_table, described, ladder, meshes, suggest
 from torchtune_cp.planner.trace import CATEGORIES, Place
 from torchtune_cp.planner.world import World
 
 H100 = DEVICES["h100-80g"]
 
 
-def plans(needed, memory=80 * GIB):
+def plans(needed, memory=80 * GIB, host=lambda n: 0, host_memory=math.inf):
     """A stand-in for make_plan, and the lengths it was asked for."""
     asked = []
 
     def plan_at(length):
         asked.append(length)
-        device = SimpleNamespace(memory=memory)
-        count = needed(length)
+        load = max(needed(length) / memory, host(length) / host_memory)
         return SimpleNamespace(
-            needed=count,
-            fits=count <= memory,
+            needed=needed(length),
+            host_node=host(length),
+            load=load,
+            fits=load <= 1,
             seq_len=length,
-            world=SimpleNamespace(device=device),
+            world=SimpleNamespace(device=SimpleNamespace(memory=memory), host_memory=host_memory),
         )
 
     return plan_at, asked
@@ -57,6 +59,20 @@ def test_the_longest_sequence_fits_and_little_more_does_not(needed, multiple):
     assert needed(int(found.seq_len * 1.01)) > 80 * GIB
     assert len(asked) <= 14
     assert len(set(asked)) == len(asked)
+
+
+def test_a_node_that_is_full_ends_the_search_as_a_full_device_does():
+    said = []
+    plan_at, asked = plans(
+        lambda n: n * 10_000, host=lambda n: 30 * GIB + n * 262_144, host_memory=1397 * GIB
+    )
+    found = longest(plan_at, 16, start=8192, say=said.append)
+    limit = (1397 - 30) * GIB / 262_144
+    assert limit * 0.99 < found.seq_len <= limit
+    assert len(asked) <= 14
+    assert any("host 1397" in line or "host 139" in line for line in said), said
+    # Without the node's limit the device's own is far beyond.
+    assert longest(plans(lambda n: n * 10_000)[0], 16, start=8192).seq_len > 1.4 * limit
 
 
 def test_what_never_fits_and_what_always_does_are_said():
@@ -170,3 +186,33 @@ def test_a_lever_that_the_config_does_not_go_with_is_passed_over(monkeypatch):
     tried.clear()
     suggest(to_typed(small_config(), world_size=None), World(1, 1, H100), 8192, {"num_heads": 1})
     assert (True, False) in tried
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kv_heads", "chunks"),
+    [
+        ({}, 8, 8),
+        ({}, 2, 8),
+        ({"context_parallel_dim": 8}, 8, 8),
+        ({"context_parallel_dim": 8, "context_parallel_method": "ulysses"}, 8, 4),
+        ({"context_parallel_dim": 4, "context_parallel_method": "ulysses"}, 8, 8),
+        ({"context_parallel_dim": 32, "context_parallel_method": "ulysses"}, 8, 4),
+        ({"context_parallel_dim": 64, "context_parallel_method": "ring"}, 32, 8),
+        ({"tensor_parallel_dim": 2}, 8, None),
+    ],
+)
+def test_heads_are_done_in_as_many_chunks_as_model_and_method_allow(overrides, kv_heads, chunks):
+    cfg = to_typed(small_config(), world_size=None)
+    world = math.prod(v for v in overrides.values() if isinstance(v, int))
+    sizes = {"num_heads": 32, "num_kv_heads": kv_heads}
+    rungs = ladder(cfg, overrides, world, sizes)
+    assert rungs
+    assert rungs[-1][1].attention_head_chunks == chunks
+    # What saves more comes on top of what saves less, and costs nothing where it is off.
+    assert rungs[0][1].attention_head_chunks is None
+
+
+def test_a_single_head_is_not_done_in_chunks():
+    cfg = to_typed(small_config(), world_size=None)
+    rungs = ladder(cfg, {}, 1, {"num_heads": 1})
+    assert all(config.attention_head_chunks is None for _, config in rungs)

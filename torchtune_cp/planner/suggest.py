@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from torchtune_cp.config import FullFinetuneConfig, component_callable
 from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
 from torchtune_cp.errors import UserError
 from torchtune_cp.planner.plan import Plan, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
@@ -24,6 +25,7 @@ NO_LEVER: dict[str, Any] = {
     "ac_option": None,
     "mlp_tile_tokens": None,
     "loss.reuse_hidden": False,
+    "attention_head_chunks": None,
     "enable_activation_offloading": False,
     "optimizer_in_bwd": False,
     "optimizer_on_host": False,
@@ -38,6 +40,7 @@ LEVERS: tuple[dict[str, Any], ...] = (
     {"mlp_tile_tokens": 4096, "loss.reuse_hidden": True},
     {"optimizer_in_bwd": True},
     {"enable_activation_offloading": True},
+    {"attention_head_chunks": 8},  # or as many as the heads can be done in
     {"optimizer_in_bwd": False, "optimizer_on_host": True},
     {"fsdp_cpu_offload": True},
 )
@@ -135,8 +138,31 @@ def _problems(cfg: FullFinetuneConfig, world_size: int) -> list[str]:
     return combination_problems(values, world_size)
 
 
+def _divided(
+    lever: dict[str, Any], cfg: FullFinetuneConfig, sizes: dict[str, int]
+) -> dict[str, Any]:
+    """A lever with at most as many head chunks as it says, of those that the model's heads allow."""
+    if "attention_head_chunks" not in lever:
+        return lever
+    heads, kv_heads = sizes["num_heads"], sizes.get("num_kv_heads", sizes["num_heads"])
+    ranks = 1
+    if cfg.context_parallel_method == "ulysses" and cfg.context_parallel_dim > 1:
+        try:
+            ranks = ulysses_degree(
+                cfg.context_parallel_dim, heads, kv_heads, cfg.context_parallel_ulysses_dim
+            )
+        except UserError:
+            return {}  # the method itself is refused, when it is planned
+    most = max(
+        chunks
+        for chunks in HeadChunks.possible(heads, kv_heads, ranks)
+        if chunks <= lever["attention_head_chunks"]
+    )
+    return {"attention_head_chunks": most} if most > 1 else {}
+
+
 def ladder(
-    cfg: FullFinetuneConfig, mesh: dict[str, Any], world_size: int
+    cfg: FullFinetuneConfig, mesh: dict[str, Any], world_size: int, sizes: dict[str, int]
 ) -> list[tuple[dict[str, Any], FullFinetuneConfig]]:
     """The levers of a mesh, one after the other, each on top of the last.
 
@@ -146,6 +172,7 @@ def ladder(
         cfg: The run's config.
         mesh: Overrides that all have.
         world_size: Ranks of the run.
+        sizes: The model's.
 
     Returns:
         Overrides and the config with them; nothing where the mesh itself does not go with the config.
@@ -153,7 +180,7 @@ def ladder(
     rungs: list[tuple[dict[str, Any], FullFinetuneConfig]] = []
     overrides = mesh | _taken(cfg, NO_LEVER)
     for lever in ({}, *LEVERS):
-        tried = overrides | _taken(cfg, lever)
+        tried = overrides | _taken(cfg, _divided(lever, overridden(cfg, overrides), sizes))
         candidate = overridden(cfg, tried)
         if not _problems(candidate, world_size):
             overrides = tried
@@ -179,16 +206,15 @@ class _Climb:
         cfg: FullFinetuneConfig,
         mesh: dict[str, Any],
         world_size: int,
+        sizes: dict[str, int],
         near: int | None = None,
     ) -> None:
         self.mesh = mesh
         self.found: Suggestion | None = None
         self.rung: int | None = None
-        self._rungs = ladder(cfg, mesh, world_size)
-        self._low, self._high = (
-            0,
-            len(self._rungs),
-        )  # the wanted one is one of these, high if none is
+        self._rungs = ladder(cfg, mesh, world_size, sizes)
+        # The wanted one is from low on and below high; high where none fits.
+        self._low, self._high = 0, len(self._rungs)
         self._steps_by_one = near is not None
         self._next = len(self._rungs) // 2 if near is None else min(near, len(self._rungs) - 1)
 
@@ -233,14 +259,14 @@ def suggest(
         What fits, the most tokens a second first; of equally fast ones, the one that needs less memory.
     """
     own = {key: getattr(cfg, key) for key in METHODS[0]}
-    climbs = [_Climb(cfg, mesh | own, world.size) for mesh in meshes(world, sizes)]
+    climbs = [_Climb(cfg, mesh | own, world.size, sizes) for mesh in meshes(world, sizes)]
     _climb_all(climbs, world, seq_len, say)
     best = sorted(
         (c for c in climbs if c.mesh["context_parallel_dim"] > 1),
         key=lambda c: (0, *_rank(c.found)) if c.found else (1, -c.mesh["context_parallel_dim"], 0),
     )
     others = [
-        _Climb(cfg, climb.mesh | method, world.size, near=climb.rung)
+        _Climb(cfg, climb.mesh | method, world.size, sizes, near=climb.rung)
         for climb in best[:MESHES_FOR_METHODS]
         for method in METHODS
         if method != own

@@ -74,9 +74,7 @@ class HeadChunks:
                 " set context_parallel_ulysses_dim to one that is, or attention_head_chunks=null"
             )
         own, own_kv = num_heads // ranks, max(num_kv_heads // ranks, 1)
-        allowed = [
-            c for c in range(1, own + 1) if own % c == 0 and (c % own_kv == 0 or own_kv % c == 0)
-        ]
+        allowed = cls.possible(num_heads, num_kv_heads, ranks)
         if chunks not in allowed:
             given = f"num_heads={num_heads} and num_kv_heads={num_kv_heads}"
             if ranks > 1:
@@ -86,6 +84,14 @@ class HeadChunks:
                 f" {', '.join(map(str, allowed))} equal chunks"
             )
         return cls(ranks, chunks, min(chunks, own_kv))
+
+    @staticmethod
+    def possible(num_heads: int, num_kv_heads: int, ranks: int = 1) -> list[int]:
+        """The numbers of chunks that a model's heads can be done in; arguments as of :meth:`of`."""
+        own, own_kv = num_heads // ranks, max(num_kv_heads // ranks, 1)
+        return [
+            c for c in range(1, own + 1) if own % c == 0 and (c % own_kv == 0 or own_kv % c == 0)
+        ]
 
     @property
     def uses(self) -> int:
