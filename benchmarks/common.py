@@ -187,6 +187,7 @@ def our_training(
     compiled: bool = False,
     checkpointing: bool = False,
     mlp_tile_tokens: int | None = None,
+    attention_head_chunks: int | None = None,
     loss: dict[str, Any] | None = None,
     make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
     **options: Any,
@@ -199,18 +200,28 @@ def our_training(
 
     from torchtune_cp.checkpointing.sources import RandomSource
     from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+    from torchtune_cp.distributed.context_parallel.heads import HeadChunks
     from torchtune_cp.distributed.fsdp import materialize, shard_model
     from torchtune_cp.models.init import init_tensor_
     from torchtune_cp.models.llama3 import llama3
     from torchtune_cp.training import LinearCrossEntropyLoss
     from torchtune_cp.training.compile import compile_layers
-    from torchtune_cp.training.memory import apply_activation_checkpointing, apply_tiled_mlp
+    from torchtune_cp.training.memory import (
+        apply_activation_checkpointing,
+        apply_chunked_attention,
+        apply_tiled_mlp,
+    )
 
     meshes = Meshes.build(ParallelDims(1, 1, cp, 1, cp), "cpu")
     with torch.device("meta"):
         model = llama3(**MODEL)
     if mlp_tile_tokens is not None:
         apply_tiled_mlp(model, mlp_tile_tokens)
+    if attention_head_chunks is not None:
+        sizes = model.config
+        chunks = HeadChunks.of(attention_head_chunks, sizes.num_heads, sizes.num_kv_heads)
+        apply_chunked_attention(model, chunks)
+        options["by_documents"] = True
     if checkpointing:
         apply_activation_checkpointing(model)
     if compiled:

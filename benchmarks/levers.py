@@ -25,13 +25,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "whole loss": {"loss": {"num_output_chunks": 1, "max_chunk_tokens": 2**20}},
     "tiled MLP": {"mlp_tile_tokens": TILE},
+    # In tiles, or the MLP would hide what the chunks save.
+    "head chunks": {"mlp_tile_tokens": TILE, "attention_head_chunks": 4},
     "reused hidden states": {"loss": CHUNKED | {"reuse_hidden": True}},
     "offloaded inputs": {"offload": True},
     "optimizer in backward": {"optimizer": "in_bwd"},
     "optimizer on the host": {"optimizer": "on_host"},
 }
 COMPARED = {name: "plain" for name in SETTINGS if name not in ("plain", "whole loss")}
-COMPARED = {"plain": "whole loss"} | COMPARED
+COMPARED = {"plain": "whole loss"} | COMPARED | {"head chunks": "tiled MLP"}
 
 
 def build(

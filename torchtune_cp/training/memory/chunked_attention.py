@@ -130,7 +130,8 @@ class _ChunkedAttention:
             kv: KeysAndValues | None = None
             for chunk in range(kv_chunk * heads.uses, (kv_chunk + 1) * heads.uses):
                 query, *kv_parts = self._project(tokens, rope, chunk, None if kv else kv_chunk)
-                kv = kv or KeysAndValues(*kv_parts, heads.uses, heads.ranks)
+                if kv is None:
+                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks)
                 del kv_parts
                 out, logsumexp = kv.attend(query, attn.is_causal, self._scale)
                 _write(heads.queries(attended, chunk, 1), out)
@@ -240,7 +241,8 @@ class _ChunkedAttention:
             kv: KeysAndValues | None = None
             for chunk in range(kv_chunk * heads.uses, (kv_chunk + 1) * heads.uses):
                 query, *kv_parts = self._project(tokens, rope, chunk, None if kv else kv_chunk)
-                kv = kv or KeysAndValues(*kv_parts, heads.uses, heads.ranks)
+                if kv is None:
+                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks)
                 del kv_parts
                 columns = heads.queries(attn.output_proj.weight, chunk, 1).flatten(1, 2)
                 grad_out = (grad @ columns).unflatten(1, (-1, attn.head_dim))
