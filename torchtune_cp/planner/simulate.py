@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from torchtune_cp.planner.torch_private import (
 from torchtune_cp.planner.trace import Trace, rounded_when_pinned
 from torchtune_cp.planner.tracker import StepTracker
 from torchtune_cp.training.memory import host as host_memory
+from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
 from torchtune_cp.training.train_step import TrainStep
@@ -167,6 +168,32 @@ def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
         host_memory.PLAIN_TENSORS.discard(FakeTensor)
 
 
+@contextlib.contextmanager
+def _each_kind_of_tile(tracker: StepTracker) -> Generator[None, None, None]:
+    """Let loops over tiles do the first, one of the equal ones in between for all of them, and the last.
+
+    The first is apart because sums begin with it. A plan then takes as long whatever the number of tiles.
+    """
+    every = tiling.tiles
+
+    def few(num_tokens: int, size: int) -> Iterator[slice]:
+        whole = num_tokens // size
+        if whole < 3:
+            yield from every(num_tokens, size)
+            return
+        yield slice(0, size)
+        with tracker.repeated(whole - 1):
+            yield slice(size, 2 * size)
+        if num_tokens % size:
+            yield slice(whole * size, num_tokens)
+
+    tiling.tiles = few
+    try:
+        yield
+    finally:
+        tiling.tiles = every
+
+
 def simulate(
     cfg: FullFinetuneConfig,
     *,
@@ -176,6 +203,7 @@ def simulate(
     gpu: bool,
     separate_host: bool | None = None,
     num_layers: int | None = None,
+    every_tile: bool = False,
 ) -> Trace:
     """Run one optimizer step of the recipe as one rank sees it, without its memory and its peers.
 
@@ -190,6 +218,7 @@ def simulate(
         gpu: Whether operators are those of a GPU.
         separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
         num_layers: Layers of the model to keep, None for all.
+        every_tile: Run every turn of the loops over tiles of the sequence, not one for all equal ones.
 
     Returns:
         The step's trace.
@@ -215,6 +244,8 @@ def simulate(
         stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
         stack.enter_context(unseen_sharding_propagation())
         stack.enter_context(_host_memory(tracker))
+        if not every_tile:
+            stack.enter_context(_each_kind_of_tile(tracker))
         stack.enter_context(
             watching_fsdp(tracker.doing, lambda gradient: tracker.name(gradient, "gradients"))
         )
@@ -321,7 +352,7 @@ def rank_profile(
         seq_len: Tokens of each sequence, before padding.
         gpu: Whether operators are those of a GPU.
         separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
-        exact: Run all layers rather than extrapolate from a few.
+        exact: Run all layers and all tiles rather than extrapolate from a few.
     """
     play = partial(
         simulate,
@@ -331,6 +362,7 @@ def rank_profile(
         seq_len=seq_len,
         gpu=gpu,
         separate_host=separate_host,
+        every_tile=exact,
     )
     num_layers = number_of_layers(cfg)
     depths = layers_to_trace(num_layers, checkpointing_period(cfg))

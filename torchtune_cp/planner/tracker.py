@@ -116,6 +116,7 @@ class StepTracker(TorchDispatchMode):
         self._made_in: list[tuple[int, str, str]] = [(-1, "", "")]
         self._host: list[bool] = []  # whether pinned, of each enclosing on_host
         self._inside = 0
+        self._times = 1
         # Sums.
         self._transfers: dict[Transfer, list[float]] = {}
         self._flops: dict[tuple[str, bool], float] = {}
@@ -177,6 +178,22 @@ class StepTracker(TorchDispatchMode):
             yield
         finally:
             self._host.pop()
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Generator[None, None, None]:
+        """Enclose what a step does several times in a row, exactly alike, and what is run here once.
+
+        What is computed, moved and sent counts so often. Bytes are there once: nothing of one time may
+        live on beside the next.
+
+        Args:
+            times: How often.
+        """
+        self._times *= times
+        try:
+            yield
+        finally:
+            self._times //= times
 
     def _place(self) -> Place:
         activity = self._activities[-1] if self._activities else ""
@@ -247,7 +264,7 @@ class StepTracker(TorchDispatchMode):
                     _, heads, _, width = args[query].shape
                     key = name, self._place().again
                     number = per_pair * heads * width * methods.pairs_of_this_rank()
-                    self._flops[key] = self._flops.get(key, 0.0) + float(number)
+                    self._flops[key] = self._flops.get(key, 0.0) + float(number * self._times)
                 return methods.BODIES[name](*args, **kwargs)
         finally:
             self._inside -= 1
@@ -261,8 +278,8 @@ class StepTracker(TorchDispatchMode):
             if sent is not None and sent.group.size() > 1:
                 key = Transfer(sent.kind, self._mesh_of(sent.group, place.activity), place.phase)
                 total = self._transfers.setdefault(key, [0.0, 0.0])
-                total[0] += sent.bytes
-                total[1] += 1
+                total[0] += sent.bytes * self._times
+                total[1] += self._times
             return
         extra = self._workspace(func, args, kwargs)
         if extra:
@@ -271,12 +288,13 @@ class StepTracker(TorchDispatchMode):
         if counted is not None:
             kind, number = counted
             if not self._inside:
-                self._flops[kind, place.again] = self._flops.get((kind, place.again), 0.0) + number
+                key = kind, place.again
+                self._flops[key] = self._flops.get(key, 0.0) + number * self._times
         elif func in _COPIES and (bytes_copied := self._crossing(func, args, out)):
-            self._copied += bytes_copied
+            self._copied += bytes_copied * self._times
         elif not func.is_view and func._overloadpacket not in _TOUCH_NOTHING:
             read = 0 if func._overloadpacket in _FILL else _touched(args)
-            touched = read + _touched(out)
+            touched = (read + _touched(out)) * self._times
             if self._host or (place.phase in ("norm", "update") and self._all_on_host(args)):
                 self._host_moved += touched
             else:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.errors import UserError
+from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.vocab_parallel import (
     VocabShard,
     local_vocab_shard,
@@ -72,8 +73,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         grad_hidden = hidden.detach() if reuse_hidden else torch.empty_like(hidden)
         # Chunks add up in float32: bfloat16 would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=accumulate)
-        for start in range(0, hidden.size(0), chunk):
-            part = slice(start, start + chunk)
+        for part in tiling.tiles(hidden.size(0), chunk):
             h, y = hidden[part], labels[part]
             logits = h @ weight.t()
             logits = logits.to(accumulate)
@@ -179,8 +179,7 @@ class LinearCrossEntropyLoss:
             )
             return total
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start in range(0, hidden.size(0), chunk):
-            part = slice(start, start + chunk)
+        for part in tiling.tiles(hidden.size(0), chunk):
             logits = (hidden[part] @ weight.t()).to(total.dtype)
             if shard is None:
                 total += F.cross_entropy(

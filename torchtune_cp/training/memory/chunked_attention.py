@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torchtune_cp.distributed.context_parallel.head_chunks import KeysAndValues
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks
 from torchtune_cp.models.rope import rotate
+from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.memory.gradient_sums import GradientSums
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ class _ChunkedAttention:
         self._scale = layer.attn.head_dim**-0.5
 
     def _tiles(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self._tile_tokens):
-            yield slice(start, start + self._tile_tokens)
+        return tiling.tiles(num_tokens, self._tile_tokens)
 
     def parameters(self) -> list[Tensor]:
         """The parameters as they are now (gathered)."""

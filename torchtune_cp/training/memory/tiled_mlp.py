@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.memory.gradient_sums import GradientSums
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class _TiledFeedForward:
         self._tile_tokens = tile_tokens
 
     def _tiles(self, num_tokens: int) -> Iterator[slice]:
-        for start in range(0, num_tokens, self._tile_tokens):
-            yield slice(start, start + self._tile_tokens)
+        return tiling.tiles(num_tokens, self._tile_tokens)
 
     def parameters(self) -> list[Tensor]:
         """The parameters as they are now (gathered), those of the last projection at the end."""
