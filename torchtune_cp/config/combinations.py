@@ -142,8 +142,6 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
         yield "collate_fn: must be left out: sequence_format says how masked samples become batches"
     if values.get("enable_fp8_training"):
         yield "enable_fp8_training: must be false: there is no float8 training of masked language models"
-    if values.get("mlp_tile_tokens") is not None:
-        yield "mlp_tile_tokens: must be null: the MLPs of masked language models are not tiled"
     if values.get("tensor_parallel_dim", 1) > 1:
         yield (
             "tensor_parallel_dim: must be 1: there is no plan for masked language models; context"
