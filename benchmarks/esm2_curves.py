@@ -41,8 +41,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "model.embed_dim": 64,
         "model.initializer_range": 0.125,
         "optimizer.lr": 0.003,
-        "batch_size": 16,
-        "epochs": 25,
+        "batch_size": 8,
+        "epochs": 13,
     },
     "four": {
         "model.num_layers": 3,
@@ -186,9 +186,7 @@ def main() -> None:
         if len(sys.argv) > 1:
             fasta = Path(sys.argv[1])
             steps = {"epochs": 1, "max_steps_per_epoch": 200}
-            both = [
-                train("frequencies", cp, folder / f"{cp}", fasta, **steps) for cp in (1, 2)
-            ]
+            both = [train("frequencies", cp, folder / f"{cp}", fasta, **steps) for cp in (1, 2)]
             print(json.dumps(summary("frequencies", unigram_entropy(fasta), *both), indent=1))
             return
         rows, curves = [], {}
