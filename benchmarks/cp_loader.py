@@ -117,7 +117,7 @@ def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:
     """Build a function that takes the loader's next batch and trains on it, or does not.
 
     ``"step"`` gives the seconds of waiting for the batch and of the step, ``"read"`` the seconds of the
-    batch alone.
+    batch alone; ``"close"`` ends the loader.
     """
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     loader, _ = create_cp_dataloader(
@@ -145,6 +145,9 @@ def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:
             parameter.grad = None
 
     def step(command: str) -> tuple[float, float]:
+        if command == "close":
+            loader.close()
+            return 0.0, 0.0
         dist.barrier()
         start = time.perf_counter()
         batch = next(batches)
@@ -201,6 +204,7 @@ def measure_hidden(tokens: int, cp: int) -> dict[str, Any]:
             else:
                 waits += [_slowest(a, 0) for a in answers]
                 steps += [_slowest(a, 1) for a in answers]
+    ranks.step("close")
     ranks.stop()
     wait, reading = statistics.median(waits), statistics.median(alone)
     return {

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -165,12 +166,17 @@ def draw(rows: list[dict[str, Any]], curves: dict[str, dict[str, list[float]]]) 
                 axes.plot(range(1, len(losses) + 1), losses, style, label=label, linewidth=1)
             word = "unigram entropy" if name == "frequencies" else "goal"
             axes.axhline(row["goal"], color="#444", linewidth=0.8, linestyle=":")
-            axes.annotate(f"{word} {row['goal']}", (1, row["goal"]), va="bottom", fontsize=8)
+            axes.annotate(f"{word} {row['goal']}", (1, row["goal"]), va="top", fontsize=8)
             axes.set(xlabel="optimizer step", ylabel="masked-LM loss (nats)", title=titles[name])
             axes.legend()
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    return "".join(_short(line.rstrip()) + "\n" for line in text.getvalue().splitlines())
+
+
+def _short(line: str) -> str:
+    """A line of an SVG; those of a path without decimals that nobody sees."""
+    return re.sub(r"(\.\d)\d+", r"\1", line) if re.match(r"\s*[LM] ", line) else line
 
 
 def render() -> str:
