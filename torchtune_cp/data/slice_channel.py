@@ -171,10 +171,12 @@ class SliceChannel:
         return parcel.message
 
     def _send_all(self, buffers: list[torch.Tensor]) -> None:
-        for work in [
+        started = [
             dist.isend(buffer, rank, group=self._group)
             for rank, buffer in zip(self._ranks[1:], buffers, strict=True)
-        ]:
+        ]
+        for work in started:
+            assert work is not None, "only ranks of the group send"
             work.wait()
 
     def receive(self) -> Message:
