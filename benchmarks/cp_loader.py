@@ -37,9 +37,9 @@ from torchtune_cp.models.esm2 import esm2
 
 TOKENS, ROUNDS = 65_536, 30
 WARMUP = 5
-STEPS = 8
+STEPS = 4
 LENGTHS = Path(__file__).parents[1] / "tests" / "assets" / "protein_lengths.txt"
-#: A model whose step at 64K tokens takes about a second on a core: the less it computes, the less it hides.
+#: Small: a step of some seconds on a core is little to hide a batch behind.
 MODEL = {"num_layers": 2, "num_heads": 4, "embed_dim": 64}
 
 
