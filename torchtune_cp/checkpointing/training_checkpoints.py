@@ -266,7 +266,9 @@ class TrainingCheckpoints:
         what = f"could not save checkpoint step_{step} in {self.folder}: {error}"
         if self._raises:
             raise UserError(f"{what}; on_save_error=continue would go on without it") from error
-        _LOG.error("%s; going on without it (on_save_error=continue)", what)
+        # A failure on one rank is one on all, and rank 0 knows its cause: it is said once.
+        level = logging.ERROR if self._agreement.rank == 0 else logging.DEBUG
+        _LOG.log(level, "%s; going on without it (on_save_error=continue)", what)
 
     def _raise_first(self, problem: str | None) -> None:
         for note in self._agreement.gather(problem):
