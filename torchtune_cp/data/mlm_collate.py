@@ -99,7 +99,9 @@ class MaskedLMCollator:
             shape = (1, self._row_length(sum(padded)))
         # All samples in a few operations: a batch of hundreds of short ones is as quick as one of a few.
         total = shape[0] * shape[1]
-        sizes = torch.tensor([*padded, total - sum(padded)])  # the last: what the row is padded with
+        sizes = torch.tensor(
+            [*padded, total - sum(padded)]
+        )  # the last: what the row is padded with
         document = torch.arange(len(sizes)).repeat_interleave(sizes)
         input_pos = torch.arange(total) - (sizes.cumsum(0) - sizes)[document]
         real = input_pos < torch.tensor([*lengths, 0])[document]
