@@ -64,8 +64,8 @@ def machine() -> dict[str, Any]:
 
 def write_results(name: str, results: Any) -> None:
     """Write ``results/NAME.json`` with the machine and the command beside the figures."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
     print(f"written: {path}")
 

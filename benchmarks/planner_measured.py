@@ -17,8 +17,8 @@ from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.planner.methods import BODIES
 from torchtune_cp.training import setup
+from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import step_totals
-from torchtune_cp.training.train_step import TrainStep
 
 
 class Watch(TorchDispatchMode):
@@ -124,8 +124,9 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
             checkpointer = FullModelHFCheckpointer(checkpoint_dir=None)
             model = setup.build_model(cfg, checkpointer, meshes, device, 0)
             optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
-            train = TrainStep(
-                cfg, model, optimizer, norm, instantiate(cfg.loss), meshes, dims, device
+            loss_fn = instantiate(cfg.loss)
+            train = causal_lm_step(
+                cfg, model, optimizer, norm, loss_fn, meshes=meshes, dims=dims, device=device
             )
             model.train()
             batches = []

@@ -19,7 +19,6 @@ from torchtune_cp.config.combinations import (
 EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"sequence_format": "thd", "collate_fn": "torchtune_cp.data.collate.other"},
     {"sequence_format": "thd", "enable_fp8_training": True},
-    {"sequence_format": "thd", "mlp_tile_tokens": 512},
     {"sequence_format": "thd", "attention_head_chunks": 2},
     {"sequence_format": "thd", "tensor_parallel_dim": 2},
     {"sequence_format": "bshd", "token_micro_batch_size": 4096},

@@ -11,15 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from torchtune_cp import config
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import MaskedLMConfig
-from torchtune_cp.distributed import Meshes, context_parallel
-from torchtune_cp.distributed.context_parallel import attention_work
-from torchtune_cp.distributed.fsdp import set_gradient_sync
+from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
@@ -27,8 +24,7 @@ from torchtune_cp.metrics.throughput import StepTimer
 from torchtune_cp.models import TransformerEncoder
 from torchtune_cp.training.masked_lm import (
     build_masked_lm_loader,
-    count_tokens,
-    masked_lm_head,
+    masked_lm_step,
     perplexity,
 )
 from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
@@ -49,15 +45,8 @@ from torchtune_cp.training.setup import (
     build_tokenizer,
     parallel_dims,
     setup_logging,
-    ulysses_dim,
 )
-from torchtune_cp.training.step import (
-    clip_gradients,
-    imbalance_over,
-    max_over,
-    sum_over,
-    to_device,
-)
+from torchtune_cp.training.step import imbalance_over, max_over, sum_over
 from torchtune_cp.training.stop import StopRequest
 
 
@@ -110,25 +99,10 @@ def main(cfg: MaskedLMConfig) -> None:
     nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)
 
-    # --- attention over all ranks' slices: training and validation go through the same door ---
-    attend = partial(
-        context_parallel,
-        meshes.cp,
-        already_cut=True,  # by the loader
-        is_causal=False,
-        rotate_method=cfg.context_parallel_rotate_method,
-        method=cfg.context_parallel_method,
-        ulysses_dim=ulysses_dim(cfg, model),
+    # --- the step; validation reaches the model through the same door as training -------------
+    train = masked_lm_step(
+        cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
-
-    def slice_loss(local: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the token losses of this rank's slice, and how many of its labels were guessed."""
-        return model(
-            local["tokens"],
-            local["input_pos"],
-            token_dropout_scale=local.get("token_dropout_scale"),
-            output_fn=partial(masked_lm_head, labels=local["labels"], loss_fn=loss_fn),
-        )
 
     def validate(step: int) -> float | None:
         """Mean token loss over the whole validation set: every sample once, whatever the mesh.
@@ -137,32 +111,16 @@ def main(cfg: MaskedLMConfig) -> None:
         """
         if val_loader is None:
             return None
-        model.eval()
-        val_loader.set_epoch(0)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        guessed = torch.zeros((), dtype=torch.int64, device=device)
-        tokens = 0
-        with torch.no_grad():
-            for batch in val_loader:
-                if stop.agreed():
-                    model.train()
-                    return None
-                tokens += count_tokens([batch], dims.cp)[0]
-                with attend(to_device(batch, device)) as local:
-                    loss, right = slice_loss(local)
-                loss_sum += loss
-                guessed += right
-        model.train()
-        all_loss, all_guessed, all_tokens = sum_over(
-            meshes.loss, loss_sum, guessed, tokens, device=device
-        )
-        val_loss = all_loss / max(all_tokens, 1)
+        val_loader.set_epoch(0)  # the same masks each time
+        found = train.evaluate(val_loader, interrupted=stop.agreed)
+        if found is None:
+            return None
         told = {
-            "val_accuracy": all_guessed / max(all_tokens, 1),
-            "val_perplexity": perplexity(val_loss),
+            "val_accuracy": found.sums[0] / max(found.tokens, 1),
+            "val_perplexity": perplexity(found.loss),
         }
-        report.validation(step=step, loss=val_loss, tokens=int(all_tokens), extra=told)
-        return val_loss
+        report.validation(step=step, loss=found.loss, tokens=found.tokens, extra=told)
+        return found.loss
 
     # --- the loop -----------------------------------------------------------------------------
     stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
@@ -182,38 +140,21 @@ def main(cfg: MaskedLMConfig) -> None:
         for epoch in range(at.epoch, cfg.epochs):
             for batches in at.rest_of_epoch(epoch):
                 timer.start()
-                # Counted over everything that this optimizer step adds up.
-                tokens, real, held = sum_over(
-                    meshes.loss, *count_tokens(batches, dims.cp), device=device
-                )
-                # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
-                scale = meshes.loss.size() / max(tokens, 1)
-                losses, work = [], 0.0
-                guessed = torch.zeros((), dtype=torch.int64, device=device)
-                for i, batch in enumerate(batches):
-                    set_gradient_sync(model, i == len(batches) - 1)
-                    with attend(to_device(batch, device)) as local:
-                        loss, right = slice_loss(local)
-                        (loss * scale).backward()
-                    work += attention_work(local)
-                    guessed += right
-                    losses.append(loss.detach())
-                grad_norm = gradient_norm()
-                totals = step_totals(meshes, losses, grad_norm, device)
+                grads = train.backward(batches)
+                totals = step_totals(meshes, grads.losses, grads.norm, device)
                 lr = optimizer.param_groups[0]["lr"]
-                if nonfinite.allows(totals, step=at.step + 1, losses=losses, batches=batches):
-                    if cfg.clip_grad_norm is not None:
-                        clip_gradients(model, cfg.clip_grad_norm, grad_norm)
-                    optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
-                optimizer.zero_grad(set_to_none=True)
+                if nonfinite.allows(totals, step=at.step + 1, losses=grads.losses, batches=batches):
+                    train.update(grads.norm)
+                train.finish()
                 if scheduler is not None:
                     scheduler.step()
                 at.advance()
 
-                (all_guessed,) = sum_over(meshes.loss, guessed, device=device)
-                imbalance = imbalance_over(meshes.loss, work, device=device)
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
+                imbalance = imbalance_over(meshes.loss, grads.attention_pairs, device=device)
+                (guessed,) = sum_over(meshes.loss, *grads.sums, device=device)
                 seconds = timer.stop()
+                tokens, real, held = grads.counts
                 mean_loss = totals.loss_sum / max(tokens, 1)
                 report.step(
                     step=at.step,
@@ -228,7 +169,7 @@ def main(cfg: MaskedLMConfig) -> None:
                     attention_imbalance=imbalance,
                     nonfinite_steps=None if totals.finite else nonfinite.count,
                     extra={
-                        "accuracy": all_guessed / max(tokens, 1),
+                        "accuracy": guessed / max(tokens, 1),
                         "perplexity": perplexity(mean_loss),
                         "padded_token_share": 1 - real / held,
                     },

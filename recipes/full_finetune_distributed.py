@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from torchtune_cp import config
@@ -22,6 +21,7 @@ from torchtune_cp.distributed.process_group import init_distributed, is_rank_zer
 from torchtune_cp.errors import RunStopped
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
+from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
 from torchtune_cp.training.position import RunPosition
 from torchtune_cp.training.resume import (
@@ -42,15 +42,8 @@ from torchtune_cp.training.setup import (
     parallel_dims,
     setup_logging,
 )
-from torchtune_cp.training.step import (
-    count_label_tokens,
-    imbalance_over,
-    max_over,
-    sum_over,
-    to_device,
-)
+from torchtune_cp.training.step import imbalance_over, max_over
 from torchtune_cp.training.stop import StopRequest
-from torchtune_cp.training.train_step import TrainStep
 
 
 @config.parse(schema=FullFinetuneConfig)
@@ -101,7 +94,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     timer = StepTimer(device)
 
     # --- the step; validation cuts its sequences through the same door as training ------------
-    train = TrainStep(
+    train = causal_lm_step(
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
@@ -112,22 +105,11 @@ def main(cfg: FullFinetuneConfig) -> None:
         """
         if val_loader is None:
             return None
-        model.eval()
-        loss_sum, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-        with torch.no_grad():
-            for batch in val_loader:
-                if stop.agreed():
-                    model.train()
-                    return None
-                tokens += count_label_tokens([batch])
-                with train.cut(to_device(batch, device)) as local:
-                    loss_sum += train.slice_loss(local)
-        model.train()
-        (all_tokens,) = sum_over(meshes.dp, tokens, device=device)
-        (all_loss,) = sum_over(meshes.loss, loss_sum, device=device)
-        val_loss = all_loss / max(all_tokens, 1)
-        report.validation(step=step, loss=val_loss, tokens=int(all_tokens))
-        return val_loss
+        found = train.evaluate(val_loader, interrupted=stop.agreed)
+        if found is None:
+            return None
+        report.validation(step=step, loss=found.loss, tokens=found.tokens)
+        return found.loss
 
     # --- the loop -----------------------------------------------------------------------------
     stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave

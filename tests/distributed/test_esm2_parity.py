@@ -48,6 +48,20 @@ def _runs(tmp_path, world):
                     **({degree: dp} if degree else {}),
                 ),
             )
+        tiled = f"{dp}x{cp}_tiled"
+        # 5 divides none of the slices' lengths.
+        yield (
+            tiled,
+            esm2_config(
+                tmp_path / "base",
+                tmp_path / tiled,
+                context_parallel_dim=cp,
+                batch_size=6 // dp,
+                optimizer={"lr": LR},
+                mlp_tile_tokens=5,
+                enable_activation_checkpointing=True,
+            ),
+        )
         yield (
             f"{dp}x{cp}_accumulated",
             esm2_config(

@@ -46,6 +46,7 @@ def _fail(how: str) -> None:
 
 class _Samples:
     def __init__(self, folder: Path, name: str, wait_at: int | None, fail_at: int | None, how: str):
+        self.vocab = 200
         self.folder, self.name, self.wait_at = folder, name, wait_at
         self.fail_at, self.how = fail_at, how
 
@@ -59,7 +60,7 @@ class _Samples:
         first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if index == self.fail_at and os.environ.get("RANK") == "1" and first_start:
             _fail(self.how)
-        tokens = [(7 * index + 3 * i) % 200 for i in range(24)]
+        tokens = [(7 * index + 3 * i) % self.vocab for i in range(24)]
         return {"tokens": tokens, "labels": tokens}
 
 
@@ -72,6 +73,7 @@ def samples(
     fail_at: int | None = None,
     how: str = "",
     slow_save: bool = False,
+    vocab: int = 200,
 ) -> _Samples:
     """Six samples of 24 tokens, in this order: with ``batch_size: 1`` step ``n`` reads sample ``n - 1``.
 
@@ -83,6 +85,7 @@ def samples(
         fail_at: The sample at which rank 1 fails, in its first start.
         how: ``raise``, ``memory``, ``kill``, ``suspend`` or ``loop``.
         slow_save: Let every write of a checkpoint leave the file ``save`` and wait for ``go``.
+        vocab: Tokens are below it.
     """
     where = Path(folder)
     if slow_save:
@@ -94,4 +97,6 @@ def samples(
             return complete(*args, **kwargs)
 
         training_state_store._complete = slowly
-    return _Samples(where, name, wait_at, fail_at, how)
+    made = _Samples(where, name, wait_at, fail_at, how)
+    made.vocab = vocab
+    return made

@@ -54,10 +54,16 @@ class Run:
     """One ``tune run`` with two context-parallel ranks in a folder of its own."""
 
     def __init__(
-        self, folder: Path, *options: str, variables: dict[str, str] | None = None, **config: Any
+        self,
+        folder: Path,
+        *options: str,
+        variables: dict[str, str] | None = None,
+        recipe: str = "full_finetune_distributed",
+        **config: Any,
     ) -> None:
         """Start it; ``config`` goes over the common one, ``dataset`` and ``dataset_val`` over theirs."""
         self.folder = folder
+        self.one_reads = recipe == "esm2_mlm_distributed"
         folder.mkdir(exist_ok=True)
         for left in [*folder.glob("*.?.?"), folder / "go"]:
             left.unlink(missing_ok=True)
@@ -83,7 +89,7 @@ class Run:
         command = ["-m", "torchtune_cp", "run", "--nproc_per_node", "2", *options]
         with self.stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *command, "full_finetune_distributed", "--config", "config.yaml"],
+                [sys.executable, *command, recipe, "--config", "config.yaml"],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.DEVNULL,
@@ -92,7 +98,8 @@ class Run:
 
     def wait_for(self, name: str, start: int = 0) -> list[int]:
         """Wait until both ranks (rank 0, in a save) have left the file, and return their ids."""
-        ranks = (0,) if name == "save" else (0, 1)
+        # One rank writes what is saved; one reads for all where the loader hands out slices.
+        ranks = (0,) if name == "save" or self.one_reads else (0, 1)
         files = [self.folder / f"{name}.{rank}.{start}" for rank in ranks]
         self._wait(lambda: all(file.exists() and file.read_text() for file in files), name)
         return [int(file.read_text()) for file in files]
@@ -210,6 +217,40 @@ def test_sigterm_to_the_launcher_saves_and_the_resumed_run_goes_on_as_if_nothing
     code, err = again.ended()
     assert code == 0, err
     assert again.curve() == uninterrupted
+
+
+ESM2: dict[str, Any] = {
+    "recipe": "esm2_mlm_distributed",
+    "model": {
+        "_component_": "torchtune_cp.models.esm2.esm2",
+        "num_layers": 1,
+        "num_heads": 2,
+        "embed_dim": 32,
+    },
+    "tokenizer": {"_component_": "torchtune_cp.data.esm_tokenizer"},
+    "dataset_val": {"name": "val", "vocab": 33},
+}
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_protein_recipe_saves_and_the_resumed_run_is_the_same_to_the_bit(
+    start: Callable[..., Run],
+) -> None:
+    whole = start("whole", dataset={"vocab": 33}, **ESM2)
+    assert whole.ended()[0] == 0
+    run = start("a", dataset={"vocab": 33, "wait_at": 3}, **ESM2)
+    run.wait_for("train3")
+    run.send(signal.SIGTERM)
+    run.wait_for_line("SIGTERM: the ranks save")
+    run.go()
+    code, err = run.ended()
+    assert code == 75, err
+    (saved,) = run.checkpoints()
+    assert saved == f"step_{run.curve()[-1][0]}" != f"step_{STEPS}"
+    again = start("a", dataset={"vocab": 33}, resume_from_checkpoint=True, **ESM2)
+    code, err = again.ended()
+    assert code == 0, err
+    assert again.curve() == whole.curve()
 
 
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint_and_the_curve_is_the_same(

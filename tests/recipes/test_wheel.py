@@ -65,21 +65,27 @@ def test_the_wheel_carries_recipes_and_configs_inside_the_package(wheel: Path) -
         for path in (CHECKOUT / "configs").rglob("*.yaml")
     }
     assert shipped <= set(names)
+    assert f"{PACKAGE}/_configs/esm2/650M_mlm.yaml" in shipped
+    assert f"{PACKAGE}/datasets/examples/proteins.fasta" in names
+
+
+RUNS = (("full_finetune_distributed", "tiny/llama_cpu"), ("esm2_mlm_distributed", "tiny/esm2_cpu"))
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("recipe", "config_name"), RUNS)
 def test_the_installed_wheel_runs_the_tiny_config_from_another_folder(
-    environment: Path, tmp_path: Path
+    environment: Path, tmp_path: Path, recipe: str, config_name: str
 ) -> None:
     python, tune = environment / "bin" / "python", environment / "bin" / "tune"
     code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
     where = Path(_run(python, "-c", code, cwd=tmp_path).stdout.strip())
     assert environment in where.parents
     assert CHECKOUT not in where.parents
-    assert "tiny/llama_cpu" in _run(tune, "ls", cwd=tmp_path).stdout
+    assert config_name in _run(tune, "ls", cwd=tmp_path).stdout
 
-    command = [tune, "run", "--nproc_per_node", "2", "full_finetune_distributed"]
-    config = ["--config", "tiny/llama_cpu", "context_parallel_dim=2", "output_dir=out"]
+    command = [tune, "run", "--nproc_per_node", "2", recipe]
+    config = ["--config", config_name, "context_parallel_dim=2", "output_dir=out"]
     _run(*command, *config, "max_steps_per_epoch=2", cwd=tmp_path)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "loss" in record]

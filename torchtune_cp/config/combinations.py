@@ -173,8 +173,6 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
         yield "collate_fn: must be left out: sequence_format says how masked samples become batches"
     if values.get("enable_fp8_training"):
         yield "enable_fp8_training: must be false: there is no float8 training of masked language models"
-    if values.get("mlp_tile_tokens") is not None:
-        yield "mlp_tile_tokens: must be null: the MLPs of masked language models are not tiled"
     if values.get("attention_head_chunks") not in (None, 1):
         yield (
             "attention_head_chunks: must be null: the heads of masked language models are done together"

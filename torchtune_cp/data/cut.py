@@ -72,11 +72,13 @@ def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, tor
             f"a batch of {list(shape)} tokens with documents padded to {padded} cannot be cut over"
             f" {cp} ranks: each must be a multiple of {2 * cp}"
         ) from error
-    cut = {key for key, entry in batch.items() if getattr(entry, "shape", None) == shape}
-    return [
-        {
-            key: entry.flatten()[own].view(shape[0], -1) if key in cut else entry
-            for key, entry in batch.items()
-        }
-        for own in places
-    ]
+    order = places.flatten()
+    slices: list[dict[str, torch.Tensor]] = [{} for _ in range(cp)]
+    for key, entry in batch.items():
+        parts = [entry] * cp
+        if getattr(entry, "shape", None) == shape:
+            # All ranks' parts in one go: several times faster than indexing for each.
+            parts = list(entry.flatten().index_select(0, order).view(cp, shape[0], -1))
+        for own, part in zip(slices, parts, strict=True):
+            own[key] = part
+    return slices

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX
@@ -96,20 +97,20 @@ class MaskedLMCollator:
             shape = (len(rows), padded[0])
         else:
             shape = (1, self._row_length(sum(padded)))
-        tokens = torch.full((shape[0] * shape[1],), self.pad_id, dtype=torch.int64)
+        # All samples in a few operations: a batch of hundreds of short ones is as quick as one of a few.
+        total = shape[0] * shape[1]
+        sizes = torch.tensor(
+            [*padded, total - sum(padded)]
+        )  # the last: what the row is padded with
+        document = torch.arange(len(sizes)).repeat_interleave(sizes)
+        input_pos = torch.arange(total) - (sizes.cumsum(0) - sizes)[document]
+        real = input_pos < torch.tensor([*lengths, 0])[document]
+        tokens = torch.full((total,), self.pad_id, dtype=torch.int64)
         labels = torch.full_like(tokens, CROSS_ENTROPY_IGNORE_IDX)
-        input_pos = torch.arange(shape[0] * shape[1])
-        scale = torch.ones(shape[0] * shape[1])
-        at = 0
-        for row, length, size in zip(rows, lengths, padded, strict=True):
-            own = torch.as_tensor(row["tokens"], dtype=torch.int64)
-            tokens[at : at + length] = own
-            labels[at : at + length] = torch.as_tensor(row["labels"], dtype=torch.int64)
-            input_pos[at : at + size] = torch.arange(size)
-            if self.mask_id is not None and length:
-                scale[at : at + size] = token_dropout_scale(own[None], self.mask_id)[0, 0]
-            at += size
-        input_pos[at:] -= at
+        for entry, key in ((tokens, "tokens"), (labels, "labels")):
+            if rows:
+                joined = np.concatenate([np.asarray(row[key], dtype=np.int64) for row in rows])
+                entry[real] = torch.from_numpy(joined)
         batch = {
             "tokens": tokens.view(shape),
             "labels": labels.view(shape),
@@ -118,6 +119,9 @@ class MaskedLMCollator:
             "cu_seqlens_padded": torch.tensor([0, *padded]).cumsum(0),
         }
         if self.mask_id is not None:
+            scale = token_dropout_scale(
+                tokens[None], self.mask_id, real=real[None], document_ids=document[None]
+            )
             batch["token_dropout_scale"] = scale.view(shape)
         if all("sample_id" in row for row in rows):
             batch["sample_ids"] = torch.tensor([r["sample_id"] for r in rows], dtype=torch.int64)

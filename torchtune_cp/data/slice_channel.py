@@ -1,8 +1,10 @@
 """From the one rank that reads to those that share its batches: tensors, and nothing pickled.
 
-A message is a header of a fixed number of int64, which every rank can receive without knowing anything, and
-a buffer of bytes for each rank, whose layout the header tells. Both travel on a process group of their own,
-so that a background thread may use it beside the collectives of training.
+A message is one buffer of bytes for each rank: a header of a fixed number of int64 that tells the layout,
+then the tensors, integers in as few bytes as their values need. What a batch costs is latency more than
+bytes, so header and tensors travel together: sender and receiver know from the batch before how many bytes
+come first, and only what a larger batch has beyond that follows by itself. They travel on a process group of
+their own, so that a background thread may use it beside the collectives of training.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from torchtune_cp.errors import UserError
 
@@ -32,12 +35,16 @@ _DTYPES = (
     torch.int8,
 )
 _MOST_ENTRIES, _MOST_DIMS, _NAME_BYTES = 48, 4, 32
-# kind, bytes per rank, number, entries; then for each entry dtype, dimensions, sizes, name
+# kind, bytes in all, number, entries; then for each entry dtype, dtype on the way, dimensions, sizes, name
 _FIRST = 4
-_PER_ENTRY = 2 + _MOST_DIMS + _NAME_BYTES // 8
+_PER_ENTRY = 3 + _MOST_DIMS + _NAME_BYTES // 8
 _HEADER = _FIRST + _MOST_ENTRIES * _PER_ENTRY
 #: Entries begin at multiples of this many bytes, so that they can be viewed in place.
 _ALIGNMENT = 16
+#: Where the tensors (or an error's text) begin.
+_BODY = -(-8 * _HEADER // _ALIGNMENT) * _ALIGNMENT
+#: What integers travel as, the first that holds them.
+_NARROWER = (torch.int8, torch.int16, torch.int32)
 
 # A rank that waits here waits for its reader, which may be busy with anything for any time. If the reader
 # dies, its connections break; if it hangs, the collectives of training run into their own time-out.
@@ -107,8 +114,8 @@ class Parcel:
 
         Args:
             message: What to tell; for BATCH without its entries.
-            slices: With BATCH: what each rank gets, in the order of the ranks; the same entries, dtypes and
-                shapes for all.
+            slices: With BATCH: what each rank gets, in the order of the ranks, the reader's own first; the
+                same entries, dtypes and shapes for all.
 
         Raises:
             UserError: An entry that cannot be sent.
@@ -116,13 +123,20 @@ class Parcel:
         if message.kind == BATCH:
             assert slices is not None
             self.message = Message(BATCH, message.number, dict(slices[0]))
-            self.header, self.buffers = _encode(message.number, slices)
+            self.buffers = _encode(message.number, slices)
         else:
             self.message = message
             text = bytearray(message.text.encode() or b" ")
-            self.buffers = [torch.frombuffer(text, dtype=torch.uint8)]
-            self.header = torch.zeros(_HEADER, dtype=torch.int64)
-            self.header[:_FIRST] = torch.tensor([message.kind, len(text), message.number, 0])
+            buffer = torch.zeros(_BODY + len(text), dtype=torch.uint8)
+            buffer[: 8 * _FIRST].view(torch.int64).copy_(
+                torch.tensor([message.kind, len(buffer), message.number, 0])
+            )
+            buffer[_BODY:] = torch.frombuffer(text, dtype=torch.uint8)
+            self.buffers = [buffer]
+
+    def for_others(self, count: int) -> list[torch.Tensor]:
+        """The buffers of the ranks behind the reader."""
+        return self.buffers if self.message.kind == BATCH else self.buffers * count
 
 
 class SliceChannel:
@@ -137,28 +151,53 @@ class SliceChannel:
         self._ranks = list(ranks)
         self._group = take_group(self._ranks)
         self.is_reader = self._group is None or dist.get_rank() == self._ranks[0]
+        self._at_first = _BODY
 
     def send(self, parcel: Parcel) -> Message:
         """Tell the others, as the reader; returns the message as the reader's own rank gets it."""
+        others = self._ranks[1:]
         if self._group is not None:
-            dist.broadcast(parcel.header, src=self._ranks[0], group=self._group)
-            buffers = parcel.buffers
-            if len(buffers) == 1:
-                buffers = buffers * len(self._ranks)
-            own = torch.empty_like(buffers[0])
-            dist.scatter(own, buffers, src=self._ranks[0], group=self._group)
+            buffers = parcel.for_others(len(others))
+            size = len(buffers[0])
+            lacking = max(0, self._at_first - size)
+            first = [
+                F.pad(buffer, (0, lacking)) if lacking else buffer[: self._at_first]
+                for buffer in buffers
+            ]
+            self._send_all(first)
+            if size > self._at_first:
+                self._send_all([buffer[self._at_first :] for buffer in buffers])
+            self._expect(parcel.message.kind, size)
         return parcel.message
+
+    def _send_all(self, buffers: list[torch.Tensor]) -> None:
+        started = [
+            dist.isend(buffer, rank, group=self._group)
+            for rank, buffer in zip(self._ranks[1:], buffers, strict=True)
+        ]
+        for work in started:
+            assert work is not None, "only ranks of the group send"
+            work.wait()
 
     def receive(self) -> Message:
         """Wait for what the reader tells, as one of the others."""
-        header = torch.empty(_HEADER, dtype=torch.int64)
-        dist.broadcast(header, src=self._ranks[0], group=self._group)
+        buffer = torch.empty(self._at_first, dtype=torch.uint8)
+        dist.recv(buffer, self._ranks[0], group=self._group)
+        header = buffer[: 8 * _HEADER].view(torch.int64)
         kind, size, number, _ = header[:_FIRST].tolist()
-        buffer = torch.empty(size, dtype=torch.uint8)
-        dist.scatter(buffer, src=self._ranks[0], group=self._group)
+        if size > len(buffer):
+            rest = torch.empty(size - len(buffer), dtype=torch.uint8)
+            dist.recv(rest, self._ranks[0], group=self._group)
+            buffer = torch.cat([buffer, rest])
+        self._expect(kind, size)
         if kind == BATCH:
             return Message(kind, number, _decode(header, buffer))
-        return Message(kind, number, text=bytes(buffer.tolist()).decode().strip())
+        return Message(kind, number, text=bytes(buffer[_BODY:size].tolist()).decode().strip())
+
+    def _expect(self, kind: int, size: int) -> None:
+        """Agree, without a word, on how much of the next message comes first: some more than of this."""
+        if kind == BATCH:
+            self._at_first = _aligned(size + size // 8)
 
     def close(self) -> None:
         """Give the process group back."""
@@ -227,14 +266,26 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _encode(
-    number: int, slices: Sequence[Mapping[str, torch.Tensor]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _wire_dtype(entries: Sequence[torch.Tensor]) -> torch.dtype:
+    """The narrowest dtype that holds an entry of all ranks, where it is one of integers."""
+    dtype = entries[0].dtype
+    if dtype not in (torch.int64, torch.int32, torch.int16) or not entries[0].numel():
+        return dtype
+    ends = [entry.aminmax() for entry in entries]
+    low, high = min(int(e.min) for e in ends), max(int(e.max) for e in ends)
+    for narrow in _NARROWER:
+        info = torch.iinfo(narrow)
+        if narrow.itemsize < dtype.itemsize and info.min <= low and high <= info.max:
+            return narrow
+    return dtype
+
+
+def _encode(number: int, slices: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
     names = list(slices[0])
     if len(names) > _MOST_ENTRIES:
         raise UserError(f"a batch of {len(names)} entries; at most {_MOST_ENTRIES} can be sent")
     header = torch.zeros(_HEADER, dtype=torch.int64)
-    offsets, total = [], 0
+    offsets, wires, total = [], [], _BODY
     for place, name in enumerate(names):
         entry, encoded = slices[0][name], name.encode()
         if (
@@ -253,38 +304,43 @@ def _encode(
                 f"batch entry {name!r} is {what}; a collate function gives CPU tensors of plain dtypes"
                 f" with at most {_MOST_DIMS} dimensions, under names of at most {_NAME_BYTES} bytes"
             )
+        # One tensor that all ranks share is looked at once.
+        wire = _wire_dtype(list({id(own[name]): own[name] for own in slices}.values()))
+        sizes = [*entry.shape, *[0] * (_MOST_DIMS - entry.ndim)]
         row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY]
-        row[0], row[1] = _DTYPES.index(entry.dtype), entry.ndim
-        row[2 : 2 + entry.ndim] = torch.tensor(entry.shape, dtype=torch.int64)
-        row[2 + _MOST_DIMS :] = torch.frombuffer(
+        row[: 3 + _MOST_DIMS] = torch.tensor(
+            [_DTYPES.index(entry.dtype), _DTYPES.index(wire), entry.ndim, *sizes]
+        )
+        row[3 + _MOST_DIMS :] = torch.frombuffer(
             bytearray(encoded.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64
         )
         offsets.append(total)
-        total += _aligned(entry.numel() * entry.element_size())
-    total = max(total, 1)
+        wires.append(wire)
+        total += _aligned(entry.numel() * wire.itemsize)
     header[:_FIRST] = torch.tensor([BATCH, total, number, len(names)])
     buffers: list[torch.Tensor] = []
-    for rank, own in enumerate(slices):
-        if rank and own is slices[rank - 1]:
+    for rank, own in enumerate(slices[1:], start=1):
+        if buffers and own is slices[rank - 1]:
             buffers.append(buffers[-1])
             continue
         buffer = torch.zeros(total, dtype=torch.uint8)
-        for name, at in zip(names, offsets, strict=True):
+        buffer[: 8 * _HEADER] = header.view(torch.uint8)
+        for name, at, wire in zip(names, offsets, wires, strict=True):
             entry = own[name]
-            size = entry.numel() * entry.element_size()
-            buffer[at : at + size] = entry.contiguous().view(-1).view(torch.uint8)
+            size = entry.numel() * wire.itemsize
+            buffer[at : at + size].view(wire).copy_(entry.reshape(-1))  # casts
         buffers.append(buffer)
-    return header, buffers
+    return buffers
 
 
 def _decode(header: torch.Tensor, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    entries, at = {}, 0
+    entries, at = {}, _BODY
     for place in range(int(header[3])):
         row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY].tolist()
-        dtype, shape = _DTYPES[row[0]], row[2 : 2 + row[1]]
-        name = torch.tensor(row[2 + _MOST_DIMS :]).view(torch.uint8)
-        size = torch.Size(shape).numel() * dtype.itemsize
+        dtype, wire, shape = _DTYPES[row[0]], _DTYPES[row[1]], row[3 : 3 + row[2]]
+        name = torch.tensor(row[3 + _MOST_DIMS :]).view(torch.uint8)
+        size = torch.Size(shape).numel() * wire.itemsize
         key = bytes(name.tolist()).rstrip(b"\0").decode()
-        entries[key] = buffer[at : at + size].view(dtype).view(shape)
+        entries[key] = buffer[at : at + size].view(wire).view(shape).to(dtype)
         at += _aligned(size)
     return entries

@@ -41,7 +41,17 @@ class EncoderLayer(nn.Module):
         Returns:
             `[batch, seq, embed_dim]`.
         """
-        x = x + self.attn(self.sa_norm(x), rope, attn_mask)
+        return self.feed_forward(x + self.attn(self.sa_norm(x), rope, attn_mask))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Apply the layer's second half, which treats every token by itself.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+
+        Returns:
+            `[batch, seq, embed_dim]`.
+        """
         hidden: Tensor = x + self.mlp(self.mlp_norm(x))
         return hidden
 

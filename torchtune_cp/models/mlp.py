@@ -106,8 +106,19 @@ class GELUFeedForward(nn.Module):
         Returns:
             `[batch, seq, embed_dim]`.
         """
-        hidden: Tensor = self.w2(F.gelu(self.w1(x)))
-        return hidden
+        output: Tensor = self.w2(self.activated(x))
+        return output
+
+    def activated(self, x: Tensor) -> Tensor:
+        """All but the last projection.
+
+        Args:
+            x: `[batch, seq, embed_dim]`.
+
+        Returns:
+            `gelu(w1(x))`, `[batch, seq, intermediate_dim]`.
+        """
+        return F.gelu(self.w1(x))
 
 
 def scale_hidden_dim_for_mlp(embed_dim: int, multiple_of: int = 256) -> int:

@@ -39,11 +39,11 @@ from torchtune_cp.planner.torch_private import (
 )
 from torchtune_cp.planner.trace import Trace, rounded_when_pinned
 from torchtune_cp.planner.tracker import StepTracker
+from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.memory import host as host_memory
 from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
-from torchtune_cp.training.train_step import TrainStep
 
 _CPU = torch.device("cpu")
 
@@ -278,8 +278,15 @@ def simulate(
                     tracker.name(
                         value, "optimizer", on_host=offloads_shards or cfg.optimizer_on_host
                     )
-        train = TrainStep(
-            cfg, model, optimizer, gradient_norm, loss_inside, meshes, dims, device=_CPU
+        train = causal_lm_step(
+            cfg,
+            model,
+            optimizer,
+            gradient_norm,
+            loss_inside,
+            meshes=meshes,
+            dims=dims,
+            device=_CPU,
         )
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
         train.finish()  # what the step before would have left, such as float8's scales

@@ -1,4 +1,4 @@
-"""What training a masked language model needs besides what every recipe needs."""
+"""The step and the data of a masked language model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset
 
 from torchtune_cp.config import MaskedLMConfig, instantiate
@@ -21,11 +22,74 @@ from torchtune_cp.data import (
     TokenBudgetDataset,
     create_cp_dataloader,
 )
-from torchtune_cp.distributed import Meshes, ParallelDims
+from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.errors import UserError
 from torchtune_cp.models import TransformerEncoder
+from torchtune_cp.training.setup import ulysses_dim
 from torchtune_cp.training.step import count_label_tokens
+from torchtune_cp.training.train_step import Batch, TrainStep
+
+
+def masked_lm_step(
+    cfg: MaskedLMConfig,
+    model: TransformerEncoder,
+    optimizer: Optimizer,
+    gradient_norm: Callable[[], Tensor],
+    loss_fn: Callable[..., Tensor],
+    *,
+    meshes: Meshes,
+    dims: ParallelDims,
+    device: torch.device,
+) -> TrainStep:
+    """Build the step of ``esm2_mlm_distributed``.
+
+    Beside the losses it adds up the labels that the model guessed right. It counts label tokens, real
+    tokens and tokens held, see :func:`count_tokens`.
+
+    Args:
+        cfg: The run's config.
+        model: The sharded model.
+        optimizer: Over its parameters.
+        gradient_norm: From :func:`~torchtune_cp.training.setup.build_optimizer`.
+        loss_fn: Sums a slice's token losses from hidden states, output weight and labels.
+        meshes: Who shares what.
+        dims: The degrees of parallelism.
+        device: Where the model computes.
+    """
+    return TrainStep(
+        cfg,
+        model,
+        optimizer,
+        gradient_norm,
+        meshes,
+        device,
+        cut=partial(
+            context_parallel,
+            meshes.cp,
+            already_cut=True,  # by the loader
+            is_causal=False,
+            method=cfg.context_parallel_method,
+            ulysses_dim=ulysses_dim(cfg, model),
+            rotate_method=cfg.context_parallel_rotate_method,
+        ),
+        slice_loss=partial(_slice_loss, model, loss_fn),
+        count=partial(count_tokens, cp=dims.cp),
+        counted_over=meshes.loss,  # every rank counts its own slices
+    )
+
+
+def _slice_loss(
+    model: TransformerEncoder, loss_fn: Callable[..., Tensor], local: Batch
+) -> tuple[Tensor, Tensor]:
+    """Sum the token losses of this rank's slice, and count the labels that were guessed right."""
+    found: tuple[Tensor, Tensor] = model(
+        local["tokens"],
+        local["input_pos"],
+        token_dropout_scale=local.get("token_dropout_scale"),
+        output_fn=partial(masked_lm_head, labels=local["labels"], loss_fn=loss_fn),
+    )
+    return found
 
 
 def build_masked_lm_loader(
@@ -142,7 +206,7 @@ def count_tokens(batches: Sequence[dict[str, Tensor]], cp: int) -> tuple[int, fl
         up over data- and context-parallel ranks.
     """
     real = sum(int(batch["cu_seqlens"][-1]) for batch in batches) / cp
-    return count_label_tokens(list(batches)), real, sum(b["tokens"].numel() for b in batches)
+    return count_label_tokens(batches), real, sum(b["tokens"].numel() for b in batches)
 
 
 def perplexity(loss: float) -> float:

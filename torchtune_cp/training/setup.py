@@ -132,7 +132,6 @@ def build_model(
         plan = cfg.tensor_parallel_plan
         apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.mlp_tile_tokens is not None:
-        assert isinstance(model, TransformerDecoder)  # refused for others
         apply_tiled_mlp(model, cfg.mlp_tile_tokens)
     chunks = head_chunks(cfg, model)
     if chunks is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -31,8 +31,10 @@ def micro_batches(
         yield group
 
 
-def count_label_tokens(batches: list[dict[str, Tensor]], ignore_index: int = IGNORE_INDEX) -> int:
-    """Count the labels that are trained on in whole (not yet cut) batches."""
+def count_label_tokens(
+    batches: Sequence[dict[str, Tensor]], ignore_index: int = IGNORE_INDEX
+) -> int:
+    """Count the labels that are trained on in some batches."""
     return sum(int((batch["labels"] != ignore_index).sum()) for batch in batches)
 
 

@@ -1,24 +1,22 @@
-"""One optimizer step, as the recipe makes it and as ``tune plan`` predicts it: the same code."""
+"""One optimizer step, as the recipes make it and as ``tune plan`` predicts it: the same code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.fsdp import set_gradient_sync
-from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.fp8 import precompute_float8_scales
-from torchtune_cp.training.setup import head_chunks, ulysses_dim
-from torchtune_cp.training.step import clip_gradients, count_label_tokens, sum_over, to_device
+from torchtune_cp.training.step import clip_gradients, sum_over, to_device
 
 Batch = dict[str, Tensor]
 
@@ -28,88 +26,100 @@ class StepGradients:
     """What forward and backward of all micro-batches have left beside the gradients.
 
     Attributes:
-        tokens: Label tokens of the global step, the denominator of its loss.
+        counts: Of the global step, see :attr:`TrainStep.count`.
         losses: Of each micro-batch, the sum of this rank's token losses.
+        sums: What else :attr:`TrainStep.slice_loss` gave, added up over this rank's micro-batches.
         norm: The gradient's 2-norm over all ranks, before clipping.
         attention_pairs: This rank's share of attention, see ``attention_work``.
     """
 
-    tokens: float
+    counts: list[float]
     losses: list[Tensor]
+    sums: list[Tensor]
     norm: Tensor
     attention_pairs: float
+
+    @property
+    def tokens(self) -> float:
+        """Label tokens of the global step, the denominator of its loss."""
+        return self.counts[0]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over a whole dataset, the same on every rank.
+
+    Attributes:
+        tokens: Label tokens.
+        loss: The mean of their losses in nats.
+        sums: What else :attr:`TrainStep.slice_loss` gave, added up over all batches and ranks.
+    """
+
+    tokens: int
+    loss: float
+    sums: list[float]
 
 
 @dataclass
 class TrainStep:
     """Forward, backward and update of one optimizer step.
 
+    Recipes get theirs from :func:`~torchtune_cp.training.causal_lm.causal_lm_step` and
+    :func:`~torchtune_cp.training.masked_lm.masked_lm_step`.
+
     Attributes:
         cfg: The run's config.
         model: The sharded model.
         optimizer: Over its parameters.
         gradient_norm: From :func:`~torchtune_cp.training.setup.build_optimizer`.
-        loss_fn: Sums a slice's token losses from hidden states and output weight.
         meshes: Who shares what.
-        dims: The degrees of parallelism.
         device: Where the model computes.
         cut: Context manager through which every batch reaches the model: the line where a sequence is
             cut. Training and validation go through the same door.
+        slice_loss: The sum of the token losses of what :attr:`cut` yielded, and what else is to be added
+            up over micro-batches and ranks; scalars.
+        count: This rank's label tokens in some batches, and what else is to be counted.
+        counted_over: The ranks whose counts add up to the global step's.
     """
 
     cfg: FullFinetuneConfig
-    model: TransformerDecoder
+    model: nn.Module
     optimizer: Optimizer
     gradient_norm: Callable[[], Tensor]
-    loss_fn: Callable[..., Tensor]
     meshes: Meshes
-    dims: ParallelDims
     device: torch.device
-    cut: Callable[[Batch], AbstractContextManager[Batch]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Bind the cut to the mesh."""
-        self.cut = partial(
-            context_parallel,
-            self.meshes.cp,
-            method=self.cfg.context_parallel_method,
-            ulysses_dim=ulysses_dim(self.cfg, self.model),
-            window=self.model.config.sliding_window,
-            rotate_method=self.cfg.context_parallel_rotate_method,
-            pad_to_multiple_of=self.dims.min_seq_len_divisor,
-            by_documents=head_chunks(self.cfg, self.model) is not None,
-        )
-
-    def slice_loss(self, local: Batch) -> Tensor:
-        """Sum the token losses of this rank's slice; its logits exist a chunk at a time.
-
-        Args:
-            local: What :attr:`cut` yielded.
-        """
-        head = partial(self.loss_fn, labels=local["labels"])
-        loss: Tensor = self.model(local["tokens"], local.get("input_pos"), output_fn=head)
-        return loss
+    cut: Callable[[Batch], AbstractContextManager[Batch]]
+    slice_loss: Callable[[Batch], tuple[Tensor, ...]]
+    count: Callable[[Sequence[Batch]], tuple[float, ...]]
+    counted_over: DeviceMesh
 
     def backward(self, batches: list[Batch]) -> StepGradients:
         """Add up the gradients of all micro-batches of a step.
 
         Args:
-            batches: Whole (not yet cut) batches, on any device.
+            batches: As the loader gave them, on any device.
         """
-        # Counted before the cut, over everything that this optimizer step adds up.
-        (tokens,) = sum_over(self.meshes.dp, count_label_tokens(batches), device=self.device)
+        # Counted before the first forward pass, over everything that this optimizer step adds up.
+        counts = sum_over(self.counted_over, *self.count(batches), device=self.device)
         # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
-        scale = self.meshes.loss.size() / max(tokens, 1)
-        losses, work = [], 0.0
+        scale = self.meshes.loss.size() / max(counts[0], 1)
+        losses: list[Tensor] = []
+        sums: list[Tensor] = []
+        work = 0.0
         for i, batch in enumerate(batches):
             set_gradient_sync(self.model, i == len(batches) - 1)
             with self.cut(to_device(batch, self.device)) as local:
-                loss = self.slice_loss(local)
+                loss, *others = self.slice_loss(local)
                 (loss * scale).backward()
             work += attention_work(local)
             losses.append(loss.detach())
+            sums = _added(sums, others)
         return StepGradients(
-            tokens=tokens, losses=losses, norm=self.gradient_norm(), attention_pairs=work
+            counts=counts,
+            losses=losses,
+            sums=sums,
+            norm=self.gradient_norm(),
+            attention_pairs=work,
         )
 
     def update(self, norm: Tensor) -> None:
@@ -127,3 +137,37 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         if self.cfg.enable_fp8_training:
             precompute_float8_scales(self.model)
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterable[Batch], interrupted: Callable[[], object]
+    ) -> Evaluation | None:
+        """The mean token loss over batches, without gradients; all ranks have to take part.
+
+        Args:
+            batches: As a loader gives them, as many on every rank.
+            interrupted: Asked before every batch, and of one mind on all ranks.
+
+        Returns:
+            None if it was interrupted.
+        """
+        self.model.eval()
+        try:
+            tokens, sums = 0.0, [torch.zeros((), dtype=torch.float64, device=self.device)]
+            for batch in batches:
+                if interrupted():
+                    return None
+                tokens += self.count([batch])[0]
+                with self.cut(to_device(batch, self.device)) as local:
+                    sums = _added(sums, self.slice_loss(local))
+        finally:
+            self.model.train()
+        (all_tokens,) = sum_over(self.counted_over, tokens, device=self.device)
+        loss, *others = sum_over(self.meshes.loss, *sums, device=self.device)
+        return Evaluation(int(all_tokens), loss / max(all_tokens, 1), others)
+
+
+def _added(totals: list[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Add values to totals place by place; totals that are missing are 0."""
+    found = [total + value.detach() for total, value in zip(totals, values, strict=False)]
+    return found + [value.detach() for value in values[len(totals) :]]

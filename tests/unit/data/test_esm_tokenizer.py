@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.models.esm.configuration_esm import get_default_vocab_list
 
 from torchtune_cp.data import esm_tokenizer
 from torchtune_cp.data.esm_tokenizer import ESM_ALPHABET
+from torchtune_cp.datasets.example_proteins import EXAMPLE_PROTEINS
 from torchtune_cp.datasets.fasta import read_fasta
 from torchtune_cp.errors import UserError
 
@@ -39,6 +41,21 @@ def test_ids_are_those_of_transformers(reference: transformers.EsmTokenizer) -> 
     for protein in proteins:
         assert tokenizer.decode(tokenizer.encode(protein)) == protein
     assert tokenizer.decode([0, 20, 32, 2], skip_special_tokens=False) == "<cls>M<mask><eos>"
+
+
+def test_ids_of_random_strings_are_those_of_transformers(
+    reference: transformers.EsmTokenizer,
+) -> None:
+    """Residues, lower case, characters outside the alphabet, blanks, and tokens written out."""
+    tokenizer = esm_tokenizer()
+    pieces = [*"ACDEFGHIKLMNPQRSTVWY", *"BZXUOJ.-*", *"acxj", *"1_é蛋<> \t\n"]
+    pieces += ["<mask>", "<cls>", "<pad>", "<eos>", "<unk>", "<null_1>", "mask>", "<MASK>"]
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(pieces, k=draw.randint(0, 30))) for _ in range(3000)]
+    proteins = [sequence for _, sequence in read_fasta(EXAMPLE_PROTEINS)]
+    assert len(proteins) == 128
+    for text in [*texts, *proteins, *(p.lower() for p in proteins[:5])]:
+        assert tokenizer.encode(text) == reference(text)["input_ids"], repr(text)
 
 
 def test_special_ids_are_those_of_the_published_models(

@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.live_storage import LiveStorage
 from tests.unit.training.small_llama import gradients, loss_of, small_llama
 from tests.unit.training.test_checkpointing import Calls
+from torchtune_cp.models.esm2 import esm2
 from torchtune_cp.models.init import init_tensor_
 from torchtune_cp.models.llama3 import llama3
 from torchtune_cp.training.loss import LinearCrossEntropyLoss
@@ -29,6 +30,21 @@ def test_gradients_are_those_of_the_untiled_model(tile, checkpointed):
     loss_of(plain).backward()
     loss_of(tiled).backward()
     torch.testing.assert_close(gradients(tiled), gradients(plain), rtol=1e-12, atol=1e-14)
+
+
+def test_the_gradient_is_the_derivative_also_in_an_encoder():
+    model = esm2(num_layers=1, num_heads=4, embed_dim=32, intermediate_dim=16).double()
+    layer = model.layers[0]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.3)
+    plain = layer.feed_forward
+    x = torch.randn(1, 3, 32, dtype=torch.float64, requires_grad=True)
+    expected = plain(x).detach()
+    apply_tiled_mlp(model, 2)
+    torch.testing.assert_close(layer.feed_forward(x), expected, rtol=1e-13, atol=0)
+    parameters = [*layer.mlp_norm.parameters(), *layer.mlp.parameters()]
+    assert torch.autograd.gradcheck(lambda x, *_: layer.feed_forward(x), (x, *parameters))
 
 
 def test_the_gradient_is_the_derivative_also_with_biases():

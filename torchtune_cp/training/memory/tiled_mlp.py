@@ -21,7 +21,9 @@ from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.memory.gradient_sums import GradientSums
 
 if TYPE_CHECKING:
-    from torchtune_cp.models.transformer import TransformerDecoder, TransformerLayer
+    from torchtune_cp.models import LanguageModel
+    from torchtune_cp.models.encoder import EncoderLayer
+    from torchtune_cp.models.transformer import TransformerLayer
 
 
 class _TiledFeedForward:
@@ -32,7 +34,7 @@ class _TiledFeedForward:
         tile_tokens: t.
     """
 
-    def __init__(self, layer: TransformerLayer, tile_tokens: int) -> None:
+    def __init__(self, layer: TransformerLayer | EncoderLayer, tile_tokens: int) -> None:
         self._layer = layer
         self._untiled = layer.feed_forward
         self._tile_tokens = tile_tokens
@@ -42,8 +44,9 @@ class _TiledFeedForward:
 
     def parameters(self) -> list[Tensor]:
         """The parameters as they are now (gathered), those of the last projection at the end."""
-        layer = self._layer
-        parts: list[nn.Module] = [layer.mlp_norm, layer.mlp.w1, layer.mlp.w3, layer.mlp.w2]
+        mlp = self._layer.mlp
+        first = [part for part in mlp.children() if part is not mlp.w2]
+        parts: list[nn.Module] = [self._layer.mlp_norm, *first, mlp.w2]
         return [p for part in parts for p in part.parameters()]
 
     # Outside of compiled graphs: the compiler cannot follow a gradient that is taken in backward, and
@@ -151,7 +154,7 @@ class _Attach(torch.autograd.Function):
         return grad, None
 
 
-def apply_tiled_mlp(model: TransformerDecoder, tile_tokens: int) -> None:
+def apply_tiled_mlp(model: LanguageModel, tile_tokens: int) -> None:
     """Compute the second half of every layer (norm, MLP, residual) in tiles along the sequence.
 
     Backward computes each tile again before it takes its gradients; nothing but the half's input is kept
