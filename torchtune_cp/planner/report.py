@@ -95,7 +95,7 @@ def _of(needed: float, memory: float) -> str:
 
 def _host_rows(plan: Plan) -> list[tuple[str, ...]]:
     tensors = max(profile.host_peak for profile in plan.ranks.values())
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("tensors of a rank", in_words(tensors), "to the byte"),
         ("pinned memory", in_words(plan.host_tensors - tensors), "lost, as torch rounds it"),
         *((name, in_words(count), "estimate") for name, count in plan.host_beside.items()),

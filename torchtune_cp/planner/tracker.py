@@ -288,8 +288,8 @@ class StepTracker(TorchDispatchMode):
         if counted is not None:
             kind, number = counted
             if not self._inside:
-                key = kind, place.again
-                self._flops[key] = self._flops.get(key, 0.0) + number * self._times
+                which = kind, place.again
+                self._flops[which] = self._flops.get(which, 0.0) + number * self._times
         elif func in _COPIES and (bytes_copied := self._crossing(func, args, out)):
             self._copied += bytes_copied * self._times
         elif not func.is_view and func._overloadpacket not in _TOUCH_NOTHING:
