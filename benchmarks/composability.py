@@ -110,6 +110,9 @@ OPTIONS = (
     Option("activation offloading", {"enable_activation_offloading": True}),
     Option("parameters on the CPU", {"fsdp_cpu_offload": True}),
     Option("optimizer in backward", {"optimizer_in_bwd": True}),
+    Option("optimizer on the host", {"optimizer_on_host": True}),
+    Option("tiled MLP", {"mlp_tile_tokens": 64}),
+    Option("head chunks 2", {"attention_head_chunks": 2}),
     Option("accumulation 2", {"gradient_accumulation_steps": 2}),
     Option("bf16", {"dtype": "bf16"}, "dtype", rounds="bf16"),
     Option(
