@@ -262,7 +262,9 @@ class StepTracker(TorchDispatchMode):
                 if self._recording and name in counted:
                     per_pair, query = counted[name]
                     _, heads, _, width = args[query].shape
-                    key = name, self._place().again
+                    # Attention forward in backward is recomputation, also where no module stands around it.
+                    recomputed = name == "attention" and backward_node() is not None
+                    key = name, self._place().again or recomputed
                     number = per_pair * heads * width * methods.pairs_of_this_rank()
                     self._flops[key] = self._flops.get(key, 0.0) + float(number * self._times)
                 return methods.BODIES[name](*args, **kwargs)

@@ -16,9 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 
 from torchtune_cp.distributed.context_parallel.head_chunks import KeysAndValues
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks
@@ -51,17 +51,20 @@ class _Projection:
         *,
         rotated: bool,
     ) -> None:
-        self._weight = part(linear.weight).flatten(0, -2)
-        self._bias: Tensor | None = linear.bias
-        if self._bias is not None:
-            self._bias = part(self._bias).flatten()
+        self._linear = linear
+        weight = part(linear.weight).flatten(0, -2)
+        self._part = {"weight": weight}
+        if linear.bias is not None:
+            self._part["bias"] = part(linear.bias).flatten()
         self._norm = norm
         self._rotated = rotated
-        self.width = self._weight.size(0)
+        self.width = weight.size(0)
 
     def __call__(self, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[t, e] to [t, heads, d]."""
-        heads = F.linear(normed, self._weight, self._bias).unflatten(1, (-1, cos.size(-1)))
+        # A call of the module, so that whoever follows modules (tune plan) sees this one at work.
+        made: Tensor = functional_call(self._linear, self._part, (normed,))
+        heads = made.unflatten(1, (-1, cos.size(-1)))
         if self._norm is not None:
             heads = self._norm(heads)
         return rotate(heads, cos, sin) if self._rotated else heads
