@@ -11,6 +11,14 @@ SEQ_LEN = 1024
 FULL = {"enable_activation_checkpointing": True}
 BY_OP = {"ac_mode": "selective", "ac_option": "op"}
 OFFLOAD = {"enable_activation_offloading": True}
+TILES = {"mlp_tile_tokens": 64}
+CHUNKS = {"attention_head_chunks": 2}
+REUSE = {
+    "loss": {
+        "_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss",
+        "reuse_hidden": True,
+    }
+}
 
 _BASE = {
     "output_dir": "/nowhere",
@@ -64,6 +72,10 @@ MORE_OF_TWO = {
         "context_parallel_rotate_method": "alltoall",
     }
     | OFFLOAD,
+    "cp2_alltoall": {"context_parallel_dim": 2, "context_parallel_rotate_method": "alltoall"},
+    "cp2_tiles_ulysses": {"context_parallel_dim": 2, "context_parallel_method": "ulysses"}
+    | FULL
+    | TILES,
     "cp2_kv_allgather": {"context_parallel_dim": 2, "context_parallel_method": "allgather"} | FULL,
     "cp2_ulysses": {"context_parallel_dim": 2, "context_parallel_method": "ulysses"} | BY_OP,
     "cp2_own_groups": {
@@ -78,6 +90,26 @@ MORE_OF_TWO = {
         "fp8_emulate": True,
     }
     | FULL,
+    "cp2_tiles": {"context_parallel_dim": 2} | FULL | TILES,
+    "cp2_tiles_kept": {"context_parallel_dim": 2} | TILES,
+    "cp2_tiles_chunks": {"context_parallel_dim": 2} | FULL | TILES | CHUNKS,
+    "cp2_tiles_chunks_alltoall": {
+        "context_parallel_dim": 2,
+        "context_parallel_rotate_method": "alltoall",
+    }
+    | FULL
+    | TILES
+    | CHUNKS,
+    "cp2_tiles_chunks_ulysses": {"context_parallel_dim": 2, "context_parallel_method": "ulysses"}
+    | FULL
+    | TILES
+    | CHUNKS,
+    "cp2_all_levers": {"context_parallel_dim": 2, "optimizer_in_bwd": True}
+    | FULL
+    | OFFLOAD
+    | TILES
+    | CHUNKS
+    | REUSE,
     "cp2_plain_adamw": {"context_parallel_dim": 2, "optimizer": {"fused": False}} | FULL,
 }
 MORE_OF_FOUR = {

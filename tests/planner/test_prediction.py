@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from benchmarks.planner import FILE, PAGE, compare, render
+from benchmarks.planner import FILE, PAGE, SAVINGS, compare, rendered
 from benchmarks.planner_cases import FOUR, MORE_OF_FOUR, MORE_OF_TWO, TWO
-from benchmarks.tables import with_tables
 from tests.distributed.harness import run_ranks
 
-# The aim is 0.05. What is missing are index tensors of document layouts, 24 bytes a token at most.
-TOLERANCE = 0.003
+# The aim is 0.05. What is missing are index tensors of document layouts, 24 bytes a token at most. Where a
+# ring's attention is the peak, the last rank's is predicted up to 0.7 % too high.
+TOLERANCE = 0.01
 
 
 @pytest.mark.distributed
@@ -36,8 +36,19 @@ def test_peak_and_bytes_sent_are_those_of_a_real_step(world, cases):
 
 def test_the_page_shows_the_figures_of_the_result_file_for_every_case():
     page = PAGE.read_text(encoding="utf-8")
-    assert page == with_tables(page, render(), "prediction"), (
-        "python -m benchmarks.planner --render"
-    )
+    assert page == rendered(page), "python -m benchmarks.planner --render"
     shown = {row["case"] for row in json.loads(FILE.read_text(encoding="utf-8"))["results"]}
     assert shown == {*TWO, *MORE_OF_TWO, *FOUR, *MORE_OF_FOUR}
+
+
+def test_a_lever_saves_about_what_is_predicted():
+    """Of the results on the page: the difference of two peaks, not only the peaks, is right."""
+    rows = json.loads(FILE.read_text(encoding="utf-8"))["results"]
+    peaks = {row["case"]: row for row in rows if row["rank"] == 0}
+    for lever, (without, with_it) in SAVINGS.items():
+        measured, predicted = (
+            peaks[without][kind] - peaks[with_it][kind]
+            for kind in ("peak_measured", "peak_predicted")
+        )
+        assert measured > 0, lever
+        assert abs(predicted / measured - 1) < 0.05, lever
