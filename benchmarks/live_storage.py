@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,22 +16,26 @@ class LiveStorage(TorchDispatchMode):
     """Counts every storage that an operator returns until it dies; exact to the byte.
 
     Storages that existed before (parameters, optimizer state) do not count, nor does what a kernel
-    allocates and frees inside.
+    allocates and frees inside. Sizes are read anew after every operator: FSDP frees gathered parameters by
+    resizing their storages, which no operator shows.
 
     Args:
         elsewhere: How many of the bytes alive lie in another memory and do not count for the peak.
 
     Attributes:
-        live: Bytes alive now.
-        peak: The most that were alive at once.
+        peak: The most bytes that were alive at once.
     """
 
     def __init__(self, elsewhere: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self._elsewhere = elsewhere
-        self.live = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._alive: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return sum(storage.nbytes() for storage in list(self._alive))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -42,20 +47,9 @@ class LiveStorage(TorchDispatchMode):
         }
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage(), inputs)
+            if isinstance(tensor, AsyncCollectiveTensor):
+                tensor = tensor.elem  # the wrapper's own storage has a size but no memory
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in inputs:
+                self._alive[tensor.untyped_storage()] = None
         self.peak = max(self.peak, self.live - self._elsewhere())
         return out
-
-    def _count(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
-        key = id(storage)
-        if key in self._sizes:
-            self.live += storage.nbytes() - self._sizes[key]  # resized in place
-            self._sizes[key] = storage.nbytes()
-        elif key not in inputs:
-            self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)

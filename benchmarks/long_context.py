@@ -150,8 +150,8 @@ def _choices() -> Iterator[tuple[str, Hardware, dict[str, int], dict[str, Any]]]
     yield "longest", H100_32, LONGEST[H100_32.name], cp(32) | TILES | OFFLOAD | CHUNKS
 
 
-#: Multiples of 64K tokens that leave 5 to 7 % of the memory that runs out; on 32 GPUs up to where positions are
-#: exact.
+#: Multiples of 64K tokens that leave 5 to 7 % of the memory that runs out; on 32 GPUs up to where
+#: positions are exact.
 LONGEST = {
     H200.name: dict.fromkeys(("llama3_1_8B", "qwen3_8B"), 40 * 64 * K),
     H100_8.name: {"llama3_1_8B": 112 * 64 * K, "qwen3_8B": 100 * 64 * K},
