@@ -176,6 +176,7 @@ SAVINGS = {
     "`mlp_tile_tokens`, nothing checkpointed": ("cp2", "cp2_tiles_kept"),
     "`attention_head_chunks`": ("cp2_tiles", "cp2_tiles_chunks"),
     "`attention_head_chunks`, ulysses": ("cp2_tiles_ulysses", "cp2_tiles_chunks_ulysses"),
+    "`optimizer_on_host`": ("cp2_full", "cp2_full_host_optimizer"),
     "all of them, `loss.reuse_hidden`, `optimizer_in_bwd`": ("cp2", "cp2_all_levers"),
 }
 

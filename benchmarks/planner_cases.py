@@ -104,6 +104,7 @@ MORE_OF_TWO = {
     | FULL
     | TILES
     | CHUNKS,
+    "cp2_full_host_optimizer": {"context_parallel_dim": 2, "optimizer_on_host": True} | FULL,
     "cp2_all_levers": {"context_parallel_dim": 2, "optimizer_in_bwd": True}
     | FULL
     | OFFLOAD

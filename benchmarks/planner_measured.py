@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.planner.methods import BODIES
+from torchtune_cp.planner.simulate import host_memory_seen
 from torchtune_cp.training import setup
 from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import step_totals
@@ -31,7 +34,8 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.elsewhere = lambda: 0
+        self._on_host: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._host = 0
         self.peak = 0
         self.most_elsewhere = 0
         self.sent: dict[str, float] = {}
@@ -47,8 +51,11 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, AsyncCollectiveTensor):
                 tensor = tensor.elem  # the wrapper's own storage has a size but no memory
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                self._alive[tensor.untyped_storage()] = None
-        elsewhere = self.elsewhere()
+                storage = tensor.untyped_storage()
+                if self._host and storage not in self._alive:
+                    self._on_host[storage] = None
+                self._alive[storage] = None
+        elsewhere = _bytes(self._on_host)
         self.peak = max(self.peak, self.live() - elsewhere)
         self.most_elsewhere = max(self.most_elsewhere, elsewhere)
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -57,7 +64,16 @@ class Watch(TorchDispatchMode):
 
     def live(self) -> int:
         """Bytes of all storages that are alive."""
-        return sum(storage.nbytes() for storage in list(self._alive))
+        return _bytes(self._alive)
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Enclose work in host memory: what is allocated in it does not count as the device's."""
+        self._host += 1
+        try:
+            yield
+        finally:
+            self._host -= 1
 
     def _count(self, name: str, args: Any) -> None:
         """Add up what leaves this rank: everything that another rank gets from it."""
@@ -102,6 +118,10 @@ class Watch(TorchDispatchMode):
         self.sent[kind] = self.sent.get(kind, 0) + sent
 
 
+def _bytes(storages: Iterable[Any]) -> int:
+    return sum(storage.nbytes() for storage in list(storages))
+
+
 def measured_steps(trees: list[Any], seq_len: int) -> list[dict[str, Any]]:
     """Make two steps of each config on this rank; what the second one took."""
     return [_measured(to_typed(tree, world_size=dist.get_world_size()), seq_len) for tree in trees]
@@ -109,47 +129,35 @@ def measured_steps(trees: list[Any], seq_len: int) -> list[dict[str, Any]]:
 
 def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
     device = torch.device("cpu")
-    offloads = []
-    apply = setup.apply_activation_offloading
-
-    def watched(*args: Any) -> Any:
-        offloads.append(apply(*args))
-        return offloads[-1]
-
-    setup.apply_activation_offloading = watched
-    try:
-        with Watch() as watch:
-            dims = setup.parallel_dims(cfg)
-            meshes = Meshes.build(dims, "cpu")
-            checkpointer = FullModelHFCheckpointer(checkpoint_dir=None)
-            model = setup.build_model(cfg, checkpointer, meshes, device, 0)
-            optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
-            loss_fn = instantiate(cfg.loss)
-            train = causal_lm_step(
-                cfg, model, optimizer, norm, loss_fn, meshes=meshes, dims=dims, device=device
-            )
-            model.train()
-            batches = []
-            for i in range(cfg.gradient_accumulation_steps):
-                tokens = torch.arange(cfg.batch_size * seq_len).view(cfg.batch_size, -1) + i
-                tokens = tokens % model.config.vocab_size
-                positions = torch.arange(seq_len).expand_as(tokens).contiguous()
-                batches.append({"tokens": tokens, "labels": tokens.clone(), "input_pos": positions})
-            for step in range(2):
-                if step == 1:
-                    watch.sent.clear()
-                    before = watch.live()
-                    watch.elsewhere = lambda: sum(o.host_bytes for o in offloads)
-                    watch.peak = 0
-                gradients = train.backward(batches)
-                step_totals(meshes, gradients.losses, gradients.norm, device)
-                train.update(gradients.norm)
-                train.finish()
-            return {
-                "peak": watch.peak,
-                "before": before,
-                "sent": dict(watch.sent),
-                "host": watch.most_elsewhere,
-            }
-    finally:
-        setup.apply_activation_offloading = apply
+    with Watch() as watch, host_memory_seen(lambda _: watch.on_host()):
+        dims = setup.parallel_dims(cfg)
+        meshes = Meshes.build(dims, "cpu")
+        checkpointer = FullModelHFCheckpointer(checkpoint_dir=None)
+        model = setup.build_model(cfg, checkpointer, meshes, device, 0)
+        optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
+        loss_fn = instantiate(cfg.loss)
+        train = causal_lm_step(
+            cfg, model, optimizer, norm, loss_fn, meshes=meshes, dims=dims, device=device
+        )
+        model.train()
+        batches = []
+        for i in range(cfg.gradient_accumulation_steps):
+            tokens = torch.arange(cfg.batch_size * seq_len).view(cfg.batch_size, -1) + i
+            tokens = tokens % model.config.vocab_size
+            positions = torch.arange(seq_len).expand_as(tokens).contiguous()
+            batches.append({"tokens": tokens, "labels": tokens.clone(), "input_pos": positions})
+        for step in range(2):
+            if step == 1:
+                watch.sent.clear()
+                before = watch.live()
+                watch.peak = watch.most_elsewhere = 0
+            gradients = train.backward(batches)
+            step_totals(meshes, gradients.losses, gradients.norm, device)
+            train.update(gradients.norm)
+            train.finish()
+        return {
+            "peak": watch.peak,
+            "before": before,
+            "sent": dict(watch.sent),
+            "host": watch.most_elsewhere,
+        }

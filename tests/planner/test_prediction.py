@@ -11,8 +11,9 @@ from benchmarks.planner_cases import FOUR, MORE_OF_FOUR, MORE_OF_TWO, TWO
 from tests.distributed.harness import run_ranks
 
 # The aim is 0.05. What is missing are index tensors of document layouts, 24 bytes a token at most. Where a
-# ring's attention is the peak, the last rank's is predicted up to 0.7 % too high.
-TOLERANCE = 0.01
+# ring's attention is the peak, the last rank's is predicted up to 0.7 % too high; and how long a buffer of an
+# all-to-all lives depends on when it has arrived, 1.4 % with head chunks under Ulysses.
+TOLERANCE = 0.02
 
 
 @pytest.mark.distributed
@@ -51,4 +52,5 @@ def test_a_lever_saves_about_what_is_predicted():
             for kind in ("peak_measured", "peak_predicted")
         )
         assert measured > 0, lever
-        assert abs(predicted / measured - 1) < 0.05, lever
+        # As exact as the peaks that it is the difference of.
+        assert abs(predicted - measured) <= TOLERANCE * peaks[without]["peak_measured"], lever

@@ -135,15 +135,22 @@ def _batch(cfg: FullFinetuneConfig, seq_len: int) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
+def host_memory_seen(
+    on_host: Callable[[bool], contextlib.AbstractContextManager[None]],
+) -> Generator[None, None, None]:
+    """Enclose what the levers allocate and do on the host, and do it where it is given, in no thread.
+
+    Args:
+        on_host: Makes the enclosing context; is told whether what is allocated in it is pinned.
+    """
     replaced = {
         name: getattr(host_memory, name)
         for name in ("empty_on_host", "empty_like_on_host", "host_thread")
     }
 
-    def on_host(function: Callable[..., Any], *, pinned: bool) -> Callable[..., Any]:
+    def enclosed(function: Callable[..., Any], *, pinned: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with tracker.on_host(pinned=pinned):
+            with on_host(pinned):
                 return function(*args, **kwargs)
 
         return run
@@ -153,11 +160,11 @@ def _host_memory(tracker: StepTracker) -> Generator[None, None, None]:
 
         def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
             future: Future[Any] = Future()
-            future.set_result(on_host(fn, pinned=False)(*args, **kwargs))
+            future.set_result(enclosed(fn, pinned=False)(*args, **kwargs))
             return future
 
     for name in ("empty_on_host", "empty_like_on_host"):
-        setattr(host_memory, name, on_host(replaced[name], pinned=True))
+        setattr(host_memory, name, enclosed(replaced[name], pinned=True))
     host_memory.host_thread = AtOnce
     host_memory.PLAIN_TENSORS.add(FakeTensor)
     try:
@@ -243,7 +250,7 @@ def simulate(
         stack.enter_context(document_attention_seen(gpu=gpu))
         stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
         stack.enter_context(unseen_sharding_propagation())
-        stack.enter_context(_host_memory(tracker))
+        stack.enter_context(host_memory_seen(lambda pinned: tracker.on_host(pinned=pinned)))
         if not every_tile:
             stack.enter_context(_each_kind_of_tile(tracker))
         stack.enter_context(
