@@ -13,6 +13,7 @@ BY_OP = {"ac_mode": "selective", "ac_option": "op"}
 OFFLOAD = {"enable_activation_offloading": True}
 TILES = {"mlp_tile_tokens": 64}
 CHUNKS = {"attention_head_chunks": 2}
+ALL_ON_HOST = {"fsdp_cpu_offload": True, "optimizer_on_host": True}
 REUSE = {
     "loss": {
         "_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss",
@@ -105,6 +106,9 @@ MORE_OF_TWO = {
     | TILES
     | CHUNKS,
     "cp2_full_host_optimizer": {"context_parallel_dim": 2, "optimizer_on_host": True} | FULL,
+    "cp2_full_shards_on_host": {"context_parallel_dim": 2, "fsdp_cpu_offload": True} | FULL,
+    "cp2_full_all_on_host": {"context_parallel_dim": 2} | FULL | ALL_ON_HOST,
+    "cp2_tiles_chunks_reuse": {"context_parallel_dim": 2} | FULL | TILES | CHUNKS | REUSE,
     "cp2_all_levers": {"context_parallel_dim": 2, "optimizer_in_bwd": True}
     | FULL
     | OFFLOAD
@@ -128,4 +132,11 @@ MORE_OF_FOUR = {
         "data_parallel_replicate_dim": 2,
         "optimizer_in_bwd": True,
     },
+    "hsdp_cp2_full": {"context_parallel_dim": 2, "data_parallel_replicate_dim": 2} | FULL,
+    "hsdp_cp2_full_all_on_host": {
+        "context_parallel_dim": 2,
+        "data_parallel_replicate_dim": 2,
+    }
+    | FULL
+    | ALL_ON_HOST,
 }

@@ -19,6 +19,7 @@ from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.planner.methods import BODIES
 from torchtune_cp.planner.simulate import host_memory_seen
+from torchtune_cp.planner.torch_private import offloading_copies
 from torchtune_cp.training import setup
 from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import step_totals
@@ -75,6 +76,13 @@ class Watch(TorchDispatchMode):
         finally:
             self._host -= 1
 
+    def lies_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say of tensors that exist already that they are in host memory."""
+        with torch.no_grad():
+            for tensor in tensors:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                self._on_host[local.untyped_storage()] = None
+
     def _count(self, name: str, args: Any) -> None:
         """Add up what leaves this rank: everything that another rank gets from it."""
         if name in ("wait_tensor", "_wrap_tensor_autograd"):
@@ -129,11 +137,18 @@ def measured_steps(trees: list[Any], seq_len: int) -> list[dict[str, Any]]:
 
 def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
     device = torch.device("cpu")
-    with Watch() as watch, host_memory_seen(lambda _: watch.on_host()):
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(Watch())
+        stack.enter_context(host_memory_seen(lambda _: watch.on_host()))
+        if cfg.fsdp_cpu_offload:
+            # Between host and device FSDP copies by ``.to(device)``, which does nothing where both are one.
+            stack.enter_context(offloading_copies(lambda _: watch.on_host()))
         dims = setup.parallel_dims(cfg)
         meshes = Meshes.build(dims, "cpu")
         checkpointer = FullModelHFCheckpointer(checkpoint_dir=None)
         model = setup.build_model(cfg, checkpointer, meshes, device, 0)
+        if cfg.fsdp_cpu_offload:
+            watch.lies_on_host(model.parameters())
         optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
         loss_fn = instantiate(cfg.loss)
         train = causal_lm_step(
@@ -153,7 +168,8 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
                 watch.peak = watch.most_elsewhere = 0
             gradients = train.backward(batches)
             step_totals(meshes, gradients.losses, gradients.norm, device)
-            train.update(gradients.norm)
+            with watch.on_host() if cfg.fsdp_cpu_offload else contextlib.nullcontext():
+                train.update(gradients.norm)
             train.finish()
         return {
             "peak": watch.peak,

@@ -202,6 +202,44 @@ def test_state_on_the_host_is_saved_and_resumed_with_the_lever_and_without(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_replicas_with_shards_and_optimizer_on_the_host(tmp_path):
+    """HSDP: gradients are added up over shards and replicas, come to the host and are stepped there."""
+    save_llama(tmp_path / "base")
+    mesh = MESHES[4]["replicate2_cp2"]
+    both = ON_HOST | {"fsdp_cpu_offload": True}
+    sgd = {"batch_size": 3, "optimizer": {"lr": SGD_LR}}
+    adamw = {"batch_size": 1} | ADAMW
+    cases = {
+        "sgd": sgd,
+        "sgd_both": sgd | both,
+        "sgd_both_offloaded": sgd | both | OFFLOAD | TILED,
+        "adamw": adamw,
+        "adamw_both": adamw | both,
+        "adamw_both_offloaded": adamw | both | OFFLOAD | TILED,
+    }
+    cfgs = [
+        recipe_config(tmp_path / "base", tmp_path / name, **{"loss": LOSS} | mesh | overrides)
+        for name, overrides in cases.items()
+    ]
+    (tmp_path / "stores").mkdir()
+    watched = run_ranks(4, _run_and_watch, cfgs, tmp_path / "stores")
+    reference = reference_step(tmp_path / "base", uneven_samples(), SGD_LR)
+    after = _weights(tmp_path / "sgd")
+    for key, expected in reference["after"].items():
+        assert (after[key] - expected).abs().max() / expected.abs().max() < 1e-5, key
+    assert len(_lines(tmp_path / "adamw")) == STEPS
+    for name in cases:
+        _assert_same_run(tmp_path / name, tmp_path / name.partition("_")[0])
+    parameters = len(reference["after"])
+    for rank in watched:
+        for (name, overrides), (_, moved, threads) in zip(cases.items(), rank, strict=True):
+            assert (moved > 0) == name.endswith("offloaded")
+            steps = STEPS if "lr_scheduler" in overrides else 1
+            assert threads == ["optimizer"] * (parameters * steps * ("both" in name))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_tiles_with_compilation_and_with_float8(tmp_path):
     """Compiled: the same step. Float8: with one tile, and row by row with many, the same step too."""
     save_llama(tmp_path / "base")
