@@ -15,7 +15,7 @@ from torchtune_cp.training.memory.host import piece_sizes
 RANKS = 2
 SEQ_LEN = 20_000
 
-# The config of benchmarks.planner_cases: shapes of the parameters in the order in which FSDP reduces a group's.
+# The parameters of the config of benchmarks.planner_cases, in the order in which FSDP reduces a group's.
 WIDTH, HIDDEN, VOCAB, LAYERS, KV_WIDTH = 128, 384, 512, 4, 32
 LAYER = {
     "attn_norm": (WIDTH,),

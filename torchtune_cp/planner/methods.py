@@ -12,7 +12,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
+from omegaconf import ListConfig
 
+from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.distributed.context_parallel import manager, ops, plan
 from torchtune_cp.distributed.context_parallel.kernels import (
     Call,
@@ -36,6 +38,12 @@ BODIES: dict[str, Callable[..., Any]] = {
     "to_tokens": ops.to_tokens,
     "to_tokens_backward": ops.to_tokens_backward,
 }
+
+
+def packs_documents(cfg: FullFinetuneConfig) -> bool:
+    """Whether some of a config's training data come packed, several documents in a row."""
+    datasets = list(cfg.dataset) if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+    return any(bool(dataset.get("packed", False)) for dataset in datasets)
 
 
 def pairs_of_this_rank() -> int:

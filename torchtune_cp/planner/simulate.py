@@ -25,7 +25,7 @@ from torchtune_cp.planner.cuda_shapes import (
     flash_attention_workspace,
     gpu_operators,
 )
-from torchtune_cp.planner.methods import document_attention_seen
+from torchtune_cp.planner.methods import document_attention_seen, packs_documents
 from torchtune_cp.planner.profile import Profile, deeper, layers_to_trace, whole
 from torchtune_cp.planner.torch_private import (
     FakeTensor,
@@ -295,6 +295,9 @@ def simulate(
             dims=dims,
             device=_CPU,
         )
+        if packs_documents(cfg):
+            # Attention of packed rows goes by documents, also where there is but one in a row.
+            train.cut = partial(train.cut, by_documents=True)
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
         train.finish()  # what the step before would have left, such as float8's scales
         tracker.start()

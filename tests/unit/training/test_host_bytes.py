@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtune_cp.training.memory.host import MOST_PIECES, SMALLEST_PIECE, HostBytes, piece_sizes
 
@@ -42,3 +43,21 @@ def test_bytes_come_back_as_they_went(num_bytes):
     again = torch.ones_like(target)
     buffer.copy_to(again)
     assert torch.equal(again, target), "the buffer is no view of what was copied"
+
+
+def test_pieces_of_more_than_2_to_the_31_bytes_lie_side_by_side():
+    with FakeTensorMode():  # sizes and offsets without the memory
+        count = 9 * 2**30 + 5
+        buffer = HostBytes(count, torch.device("cpu"))
+        source = torch.empty(count, dtype=torch.uint8)
+        buffer.fill(source)
+        buffer.copy_to(source)
+        parts = [
+            (int(part.storage_offset()), part.numel(), piece.numel())
+            for piece, part in buffer._cut(source)
+        ]
+    assert [size for _, size, _ in parts] == [size for _, _, size in parts] == piece_sizes(count)
+    assert [at + size for at, size, _ in parts][:-1] == [at for at, _, _ in parts][1:]
+    assert parts[0][0] == 0
+    assert parts[-1][0] + parts[-1][1] == count
+    assert parts[-1][0] > 2**31
