@@ -176,7 +176,17 @@ SAVINGS = {
     "`mlp_tile_tokens`, nothing checkpointed": ("cp2", "cp2_tiles_kept"),
     "`attention_head_chunks`": ("cp2_tiles", "cp2_tiles_chunks"),
     "`attention_head_chunks`, ulysses": ("cp2_tiles_ulysses", "cp2_tiles_chunks_ulysses"),
+    "`loss.reuse_hidden`, the logits in one chunk": (
+        "cp2_one_loss_chunk",
+        "cp2_one_loss_chunk_reuse",
+    ),
     "`optimizer_on_host`": ("cp2_full", "cp2_full_host_optimizer"),
+    "`fsdp_cpu_offload`": ("cp2_full", "cp2_full_shards_on_host"),
+    "`fsdp_cpu_offload` and `optimizer_on_host`": ("cp2_full", "cp2_full_all_on_host"),
+    "`fsdp_cpu_offload` and `optimizer_on_host`, two replicas": (
+        "hsdp_cp2_full",
+        "hsdp_cp2_full_all_on_host",
+    ),
     "all of them, `loss.reuse_hidden`, `optimizer_in_bwd`": ("cp2", "cp2_all_levers"),
 }
 

@@ -20,6 +20,14 @@ REUSE = {
         "reuse_hidden": True,
     }
 }
+#: The loss is the peak then, as it is in a long sequence with a large vocabulary.
+ONE_LOSS_CHUNK = {
+    "loss": {
+        "_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss",
+        "num_output_chunks": 1,
+        "max_chunk_tokens": 4096,
+    }
+}
 
 _BASE = {
     "output_dir": "/nowhere",
@@ -108,7 +116,16 @@ MORE_OF_TWO = {
     "cp2_full_host_optimizer": {"context_parallel_dim": 2, "optimizer_on_host": True} | FULL,
     "cp2_full_shards_on_host": {"context_parallel_dim": 2, "fsdp_cpu_offload": True} | FULL,
     "cp2_full_all_on_host": {"context_parallel_dim": 2} | FULL | ALL_ON_HOST,
-    "cp2_tiles_chunks_reuse": {"context_parallel_dim": 2} | FULL | TILES | CHUNKS | REUSE,
+    "cp2_one_loss_chunk": {"context_parallel_dim": 2, "batch_size": 4}
+    | FULL
+    | TILES
+    | CHUNKS
+    | ONE_LOSS_CHUNK,
+    "cp2_one_loss_chunk_reuse": {"context_parallel_dim": 2, "batch_size": 4}
+    | FULL
+    | TILES
+    | CHUNKS
+    | {"loss": ONE_LOSS_CHUNK["loss"] | REUSE["loss"]},
     "cp2_all_levers": {"context_parallel_dim": 2, "optimizer_in_bwd": True}
     | FULL
     | OFFLOAD

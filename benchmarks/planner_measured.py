@@ -151,8 +151,17 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
             watch.lies_on_host(model.parameters())
         optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
         loss_fn = instantiate(cfg.loss)
+
+        def where_shards_are() -> contextlib.AbstractContextManager[None]:
+            return watch.on_host() if cfg.fsdp_cpu_offload else contextlib.nullcontext()
+
+        def gradient_norm() -> torch.Tensor:
+            with where_shards_are():
+                total: torch.Tensor = norm()
+                return total
+
         train = causal_lm_step(
-            cfg, model, optimizer, norm, loss_fn, meshes=meshes, dims=dims, device=device
+            cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
         )
         model.train()
         batches = []
@@ -168,9 +177,10 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
                 watch.peak = watch.most_elsewhere = 0
             gradients = train.backward(batches)
             step_totals(meshes, gradients.losses, gradients.norm, device)
-            with watch.on_host() if cfg.fsdp_cpu_offload else contextlib.nullcontext():
+            with where_shards_are():
                 train.update(gradients.norm)
             train.finish()
+            del gradients  # a plan knows of no step before
         return {
             "peak": watch.peak,
             "before": before,

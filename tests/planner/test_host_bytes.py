@@ -82,9 +82,9 @@ def profiles():
 def test_optimizer_on_the_host(profiles):
     """States; a shard and its gradient at a time; the inputs of the layers whose backward is to come."""
     profile = profiles["optimizer"]
-    in_layers = 2 * shard(LAYER["gate"])
-    assert profile.host_peak == STATES + INPUTS + in_layers
-    # Pinned: the inputs, and the largest of each size of shards and gradients; kept once taken.
+    # The output's come first, when all inputs are still there.
+    assert profile.host_peak == STATES + INPUTS + 2 * LARGEST
+    # Pinned: the inputs, and a shard and a gradient of each size; what was pinned once is kept.
     sizes = {rounded(size) for size in SHARDS}
     assert profile.host_needed == STATES + PINNED_INPUTS + 2 * sum(sizes)
     # All gradients and copies of shards may wait if the host is slower than backward.
@@ -96,16 +96,23 @@ def test_shards_on_the_host(profiles):
     profile = profiles["shards"]
     assert profile.host_peak == max(
         2 * sum(SHARDS) + STATES,
-        sum(SHARDS) + STATES + INPUTS + sum(map(shard, LAYER.values())),
+        # The last layer's are there when no input has come back.
+        sum(SHARDS)
+        + STATES
+        + INPUTS
+        + sum(map(shard, (OUTER["norm"], OUTER["output"], *LAYER.values()))),
     )
-    assert profile.host_needed == STATES + PINNED_INPUTS + 2 * PINNED_SHARDS
+    # The norm of each gradient (float32), all of them in float64, and their squares.
+    norms = (4 + 8 + 8) * len(SHARDS)
+    assert profile.host_needed == STATES + PINNED_INPUTS + 2 * PINNED_SHARDS + norms
     assert profile.backlog == 0
 
 
 def test_shards_and_optimizer_on_the_host(profiles):
-    """Shards, states and two gradients: FSDP lets go of one when it has copied the next."""
+    """Shards, states and two gradients: FSDP lets go of one when it has copied the next of its group."""
     profile = profiles["both"]
-    assert profile.host_peak == sum(SHARDS) + STATES + INPUTS + 2 * shard(LAYER["gate"])
-    # What is not pinned: gradients of parameters with a hook, the largest two after one another.
-    assert profile.host_needed == PINNED_SHARDS + STATES + PINNED_INPUTS + 2 * LARGEST
+    two = shard(LAYER["gate"]) + shard(LAYER["down"])
+    assert profile.host_peak == sum(SHARDS) + STATES + INPUTS + two
+    # Gradients of parameters with a hook are not pinned.
+    assert profile.host_needed == PINNED_SHARDS + STATES + PINNED_INPUTS + two
     assert profile.backlog == sum(SHARDS)
