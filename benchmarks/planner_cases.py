@@ -13,6 +13,7 @@ BY_OP = {"ac_mode": "selective", "ac_option": "op"}
 OFFLOAD = {"enable_activation_offloading": True}
 TILES = {"mlp_tile_tokens": 64}
 CHUNKS = {"attention_head_chunks": 2}
+PACKED = {"dataset": {"packed": True}}
 ALL_ON_HOST = {"fsdp_cpu_offload": True, "optimizer_on_host": True}
 REUSE = {
     "loss": {
@@ -87,6 +88,8 @@ MORE_OF_TWO = {
     | TILES,
     "cp2_kv_allgather": {"context_parallel_dim": 2, "context_parallel_method": "allgather"} | FULL,
     "cp2_ulysses": {"context_parallel_dim": 2, "context_parallel_method": "ulysses"} | BY_OP,
+    "cp2_packed": {"context_parallel_dim": 2} | FULL | PACKED,
+    "cp1_packed": {"context_parallel_dim": 1} | BY_OP | PACKED,
     "cp2_own_groups": {
         "context_parallel_dim": 2,
         "custom_sharded_layers": ["tok_embeddings", "output", "layers.1.mlp"],

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
-from torchtune_cp.planner.methods import BODIES
+from torchtune_cp.planner.methods import BODIES, packs_documents
 from torchtune_cp.planner.simulate import host_memory_seen
 from torchtune_cp.planner.torch_private import offloading_copies
 from torchtune_cp.training import setup
@@ -169,7 +169,10 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
             tokens = torch.arange(cfg.batch_size * seq_len).view(cfg.batch_size, -1) + i
             tokens = tokens % model.config.vocab_size
             positions = torch.arange(seq_len).expand_as(tokens).contiguous()
-            batches.append({"tokens": tokens, "labels": tokens.clone(), "input_pos": positions})
+            batch = {"tokens": tokens, "labels": tokens.clone(), "input_pos": positions}
+            if packs_documents(cfg):
+                batch["seq_lens"] = torch.full((cfg.batch_size, 1), seq_len)
+            batches.append(batch)
         for step in range(2):
             if step == 1:
                 watch.sent.clear()

@@ -59,6 +59,19 @@ def test_without_seq_len_it_is_that_of_the_dataset_and_the_cpu_has_no_estimates(
     assert plan["ranks"]["0"]["sent"] == []
 
 
+def test_packed_rows_are_planned_by_documents_and_the_plan_says_so(capsys):
+    words = ("--seq-len", "512", *CP2)
+    plain = json.loads(planned(capsys, *words, "--json"))
+    packed = json.loads(planned(capsys, *words, "dataset.packed=true", "--json"))
+    assert [note for note in packed["notes"] if note.startswith("dataset.packed=true: planned as")]
+    assert not [note for note in plain["notes"] if "packed" in note]
+    # The same pairs in all, but by operators that hold other buffers.
+    assert packed["needed_bytes"] != plain["needed_bytes"]
+    assert sum(r["model_flops"] for r in packed["ranks"].values()) == pytest.approx(
+        sum(r["model_flops"] for r in plain["ranks"].values()), rel=0.01
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -22,8 +22,8 @@ UNCALIBRATED = (
 
 #: What stands on the plan of a config that packs documents.
 PACKED = (
-    "dataset.packed=true: planned as one document a row, as long as the row; shorter documents take at most"
-    " this memory and fewer operations of attention"
+    "dataset.packed=true: planned as one document as long as the row; several in a row take fewer operations"
+    " of attention and about the same memory"
 )
 
 
