@@ -27,10 +27,10 @@ from torchtune_cp.data import (
     MaskedLMCollator,
     TokenBudgetDataset,
     create_cp_dataloader,
-    cut_for_ranks,
     esm_tokenizer,
     mlm_masking,
 )
+from torchtune_cp.data.cut import CutBatch, cut_batch
 from torchtune_cp.data.slice_channel import BATCH, Message, Parcel, SliceChannel
 from torchtune_cp.distributed import context_parallel
 from torchtune_cp.models.esm2 import esm2
@@ -76,10 +76,8 @@ def _scatter_objects(slices: list[dict[str, torch.Tensor]] | None) -> dict[str, 
     return got[0]
 
 
-def _send_slices(
-    channel: SliceChannel, slices: list[dict[str, torch.Tensor]] | None
-) -> dict[str, torch.Tensor]:
-    message = channel.receive() if slices is None else channel.send(Parcel(Message(BATCH), slices))
+def _send_slices(channel: SliceChannel, batch: CutBatch | None) -> dict[str, torch.Tensor]:
+    message = channel.receive() if batch is None else channel.send(Parcel(Message(BATCH), batch))
     assert message.entries is not None
     return dict(message.entries)
 
@@ -101,10 +99,13 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
         done[way] += 1
         dist.barrier()
         start = time.perf_counter()
-        slices = cut_for_ranks(batch, cp) if dist.get_rank() == 0 else None
+        slices: Any = cut_batch(batch, cp) if dist.get_rank() == 0 else None
         if slices is not None and way == "objects":
             # The parts are views of one tensor, all of which each of them would be pickled with.
-            slices = [{name: part.clone() for name, part in own.items()} for own in slices]
+            slices = [
+                {name: part.clone() for name, part in slices.of_rank(rank).items()}
+                for rank in range(cp)
+            ]
         cut = time.perf_counter() - start
         got = ways[way](slices)
         seconds = time.perf_counter() - start

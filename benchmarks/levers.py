@@ -1,21 +1,23 @@
 """Step time and peak of activations with each memory lever against without it, interleaved.
 
-python -m benchmarks.levers [--rounds N] [LENGTH ...]
+python -m benchmarks.levers [--rounds N] [--lever NAME ...] [LENGTH ...]
 
-One process with two threads, a model for each setting, layers checkpointed. "whole loss" projects all
-tokens at once: what the default loss, in chunks, is measured against.
+Each setting has a process of its own (in one process they disturb each other) with two threads; layers are
+checkpointed. "whole loss" projects all tokens at once: what the default loss, in chunks, is measured against.
+Head chunks are measured against tiles alone, both with attention by documents, which chunks need. With
+``--lever`` these alone are measured, into a file of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import Contender, our_training, ratio, write_results
+from benchmarks.common import Contender, interleave, our_training, ratio, write_results
 
 TILE = 2048
 CHUNKED = {"num_output_chunks": 16}
@@ -25,15 +27,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "whole loss": {"loss": {"num_output_chunks": 1, "max_chunk_tokens": 2**20}},
     "tiled MLP": {"mlp_tile_tokens": TILE},
+    "tiled MLP, by documents": {"mlp_tile_tokens": TILE, "by_documents": True},
     # In tiles, or the MLP would hide what the chunks save.
     "head chunks": {"mlp_tile_tokens": TILE, "attention_head_chunks": 4},
+    "head chunks of 2 KV heads": {"mlp_tile_tokens": TILE, "attention_head_chunks": 2},
     "reused hidden states": {"loss": CHUNKED | {"reuse_hidden": True}},
     "offloaded inputs": {"offload": True},
     "optimizer in backward": {"optimizer": "in_bwd"},
     "optimizer on the host": {"optimizer": "on_host"},
 }
-COMPARED = {name: "plain" for name in SETTINGS if name not in ("plain", "whole loss")}
-COMPARED = {"plain": "whole loss"} | COMPARED | {"head chunks": "tiled MLP"}
+COMPARED = {
+    "plain": "whole loss",
+    "tiled MLP": "plain",
+    "head chunks": "tiled MLP, by documents",
+    "head chunks of 2 KV heads": "tiled MLP, by documents",
+    "reused hidden states": "plain",
+    "offloaded inputs": "plain",
+    "optimizer in backward": "plain",
+    "optimizer on the host": "plain",
+}
 
 
 def build(
@@ -80,40 +92,28 @@ def build(
     return step
 
 
-def build_all(seq_len: int) -> Callable[[str], Any]:
-    """Build a step of every setting; the returned function takes the setting's name.
-
-    ``activations/NAME`` in place of ``NAME`` returns the peak bytes of tensors that came to life.
-    """
-    steps = {name: build(seq_len, **settings) for name, settings in SETTINGS.items()}
-
-    def step(command: str) -> Any:
-        kind, _, name = command.rpartition("/")
-        return steps[name](kind or "step")
-
-    return step
-
-
-def measure(seq_len: int, rounds: int) -> list[dict[str, Any]]:
+def measure(seq_len: int, rounds: int, levers: Sequence[str]) -> list[dict[str, Any]]:
     """Let the settings make steps in turn.
 
     Args:
         seq_len: Tokens of a step.
         rounds: Counted steps of each; one more comes before.
+        levers: Of :data:`COMPARED`.
 
     Returns:
         A row for each lever.
     """
-    process = Contender("levers", 1, 2, build_all, (seq_len,))
-    process.start()
-    seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
-    for round_number in range(1 + rounds):
-        for name, taken in seconds.items():
-            took, _ = process.step(name)
-            if round_number:
-                taken.append(took)
-    peaks = {name: process.step(f"activations/{name}")[1][0] for name in SETTINGS}
-    process.stop()
+    contenders = [
+        Contender(name, 1, 2, build, (seq_len,), settings)
+        for name, settings in SETTINGS.items()
+        if name in levers or name in {COMPARED[lever] for lever in levers}
+    ]
+    for contender in contenders:
+        contender.start()
+    seconds = interleave(contenders, rounds)
+    peaks = {c.name: c.step("activations")[1][0] for c in contenders}
+    for contender in contenders:
+        contender.stop()
     return [
         {
             "seq_len": seq_len,
@@ -126,6 +126,7 @@ def measure(seq_len: int, rounds: int) -> list[dict[str, Any]]:
             "peak_without_MiB": round(peaks[base] / 2**20, 1),
         }
         for name, base in COMPARED.items()
+        if name in levers
     ]
 
 
@@ -134,13 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("lengths", nargs="*", type=int, default=[16384])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lever", action="append", choices=list(COMPARED))
     args = parser.parse_args()
     results = []
     for seq_len in args.lengths:
-        for row in measure(seq_len, args.rounds):
+        for row in measure(seq_len, args.rounds, args.lever or list(COMPARED)):
             print(row, flush=True)
             results.append(row)
-    write_results("levers", results)
+    write_results("levers_alone" if args.lever else "levers", results)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 
@@ -23,6 +24,8 @@ from torchtune_cp.data import (
     esm_tokenizer,
     mlm_masking,
 )
+from torchtune_cp.datasets import StreamedBatches, protein_dataset
+from torchtune_cp.datasets.example_proteins import EXAMPLE_PROTEINS
 from torchtune_cp.errors import UserError
 
 LENGTHS = (3, 2, 9, 1, 16, 5, 8)
@@ -119,6 +122,54 @@ def _resume():
     assert rest
     assert rest != rest_of_other_epoch
     return rest, resumed, next_epoch, resumed_next, on_other_mesh
+
+
+def _batches_of_buffer(samples, place):
+    masking = mlm_masking(esm_tokenizer(), seed=1, probability=0.5)
+    masked = MaskedDataset(samples, masking, first_id=place.samples)
+    masked.set_epoch(place.epoch)
+    return TokenBudgetDataset(masked, 600, first_id=place.samples, partial=True)
+
+
+def _streamed():
+    """Two epochs of three steps of a stream on every mesh, and the second step on after a resume."""
+
+    def loader(dp, cp, buffer=8):
+        def make():
+            path = str(EXAMPLE_PROTEINS)
+            stream = protein_dataset(
+                esm_tokenizer(max_seq_len=600), path, streaming=True, shuffle_buffer_size=buffer
+            )
+            return StreamedBatches(stream, _batches_of_buffer, shuffle=True, seed=1)
+
+        return create_cp_dataloader(
+            make, _mesh(dp, cp), collate_fn=_thd(cp), batch_size=4 // dp, seed=1
+        )[0]
+
+    found = {}
+    for dp, cp in ((4, 1), (2, 2), (1, 4)):
+        whole = loader(dp, cp)
+        found[dp, cp] = []
+        for epoch in (0, 1):
+            whole.set_epoch(epoch)
+            for batch in itertools.islice(whole, 3):
+                found[dp, cp].append(_plain(batch))
+                if len(found[dp, cp]) == 2:
+                    states = [whole.state_dict()]
+        whole.close()
+        dist.broadcast_object_list(states, src=0)  # rank 0 writes the checkpoint
+    again = {}
+    for dp, cp in ((2, 2), (1, 4)):
+        resumed = loader(dp, cp)
+        resumed.load_state_dict(states[0])
+        resumed.set_epoch(0)
+        again[dp, cp] = [_plain(next(iter(resumed)))]
+        resumed.set_epoch(1)
+        again[dp, cp] += [_plain(b) for b in itertools.islice(resumed, 3)]
+        with pytest.raises(UserError) as caught:
+            loader(dp, cp, buffer=9).load_state_dict(states[0])
+        resumed.close()
+    return found, again, str(caught.value), states[0]
 
 
 def _given_up():
@@ -250,6 +301,7 @@ def _everything():
     return {
         "slices": _slices_and_order(),
         "resume": _resume(),
+        "streamed": _streamed(),
         "given_up": _given_up(),
         "group": _group_call(),
         "read_ahead": _read_ahead(),
@@ -288,6 +340,31 @@ def test_a_resumed_loader_goes_on_bit_for_bit_masks_included(ranks):
     assert any(label != -100 for b in ranks[0]["resume"][0] for label in b["labels"][0])
     left = [i for r in (0, 2) for batch in ranks[r]["resume"][0] for i in batch["sample_ids"]]
     assert sorted(ranks[0]["resume"][4]) == sorted(left)
+
+
+@pytest.mark.distributed
+def test_a_stream_is_the_same_on_every_mesh_goes_on_in_the_next_epoch_and_resumes(ranks):
+    def micro_batches(place, dp, cp):
+        """Those of all groups in their order: sample ids, and labels of the whole documents."""
+        steps = [ranks[group * cp]["streamed"][place][dp, cp] for group in range(dp)]
+        return [i for step in zip(*steps, strict=True) for b in step for i in b["sample_ids"]]
+
+    order = micro_batches(0, 4, 1)
+    assert order == micro_batches(0, 2, 2) == micro_batches(0, 1, 4)
+    assert len(order) == len(set(order))  # one epoch goes on where the other ended
+    labels = {}
+    for dp, cp in ((4, 1), (2, 2), (1, 4)):
+        rows = [b["labels"] for r in ranks for b in r["streamed"][0][dp, cp]]
+        labels[dp, cp] = sorted(x for row in rows for part in row for x in part if x != -100)
+    assert labels[4, 1] == labels[2, 2] == labels[1, 4] != []
+    for rank in ranks:
+        found, again, refused, state = rank["streamed"]
+        for mesh in again:
+            assert again[mesh] == found[mesh][2:]
+        assert (
+            "the checkpoint has order shuffle_buffer_size 8, this run has shuffle_buffer" in refused
+        )
+        assert state["stream"]["rows"] > 0  # what came before is not read again
 
 
 @pytest.mark.distributed

@@ -12,6 +12,7 @@ from benchmarks import esm2_curves
 from tests.distributed.esm2_fixtures import esm2_config, save_esm2
 from tests.distributed.fixtures import run_recipe
 from tests.distributed.harness import run_ranks
+from torchtune_cp.datasets.example_proteins import EXAMPLE_PROTEINS
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics import read_metrics
 
@@ -55,6 +56,20 @@ def _config(output_dir, dp, cp, **overrides):
 
 
 BUDGET = {"batch_size": 1, "token_micro_batch_size": 400, "packing_strategy": "best_fit"}
+
+
+STREAM = {
+    **BUDGET,
+    "dataset": {
+        "_component_": "torchtune_cp.datasets.protein_dataset",
+        "path": str(EXAMPLE_PROTEINS),
+        "max_rows": 60,
+        "streaming": True,
+        "shuffle_buffer_size": 16,
+    },
+    "oversize": "split",
+    "save_every_n_steps": 2,
+}
 
 
 def _save_with_frequencies(folder, factor):
@@ -110,6 +125,16 @@ def _runs(folder):
             run("bf16_ddp_1x2", 1, 2, dtype="bf16", data_parallel="ddp"),
             run("budget_2x1", 2, 1, **BUDGET),
             run("budget_1x2", 1, 2, gradient_accumulation_steps=2, **BUDGET),
+            run("stream_2x1", 2, 1, **STREAM),
+            run("stream_1x2", 1, 2, gradient_accumulation_steps=2, **STREAM),
+            run(
+                "stream_resumed",
+                1,
+                2,
+                gradient_accumulation_steps=2,
+                resume_from_checkpoint=str(folder / "stream_1x2/checkpoints/step_4"),
+                **STREAM,
+            ),
             # Step 2 lies in the middle of the first epoch, step 4 in that of the second.
             run(
                 "resumed_2",
@@ -160,6 +185,7 @@ def _numbers(lines, after=0):
         ("thd_2x1", "bshd_1x2", 1e-5),
         ("thd_2x1", "ddp_1x2", 1e-5),
         ("budget_2x1", "budget_1x2", 1e-5),
+        ("stream_2x1", "stream_1x2", 1e-5),
         ("bf16_2x1", "bf16_1x2", 2e-2),
         ("bf16_1x2", "bf16_ddp_1x2", 2e-2),
     ],
@@ -177,6 +203,8 @@ def test_the_curve_is_that_without_context_parallelism(curves, one, other, toler
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_for_bit(curves):
     whole = _numbers(curves["thd_1x2"], after=2)
     assert _numbers(curves["resumed_2"], after=2) == whole
+    whole = _numbers(curves["stream_1x2"], after=4)
+    assert _numbers(curves["stream_resumed"], after=4) == whole != []
     # Another kind of data parallelism adds up in another order.
     assert _numbers(curves["resumed_4_ddp"], after=4) == pytest.approx(
         _numbers(curves["thd_1x2"], after=4), rel=1e-5

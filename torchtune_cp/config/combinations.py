@@ -195,6 +195,27 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
             yield "batch_size: must be 1 with token_micro_batch_size, which says how large a batch is"
 
 
+def _streaming(values: Mapping[str, Any]) -> Iterator[str]:
+    def streams(key: str) -> list[bool]:
+        node = values.get(key)
+        parts = node if isinstance(node, list) else [node]
+        return [bool(isinstance(part, Mapping) and part.get("streaming")) for part in parts]
+
+    if any(streams("dataset_val")):
+        yield "dataset_val.streaming: must be false: validation reads every sample exactly once"
+    if not any(streams("dataset")):
+        return
+    if "sequence_format" not in values:
+        yield "dataset.streaming: must be false; esm2_mlm_distributed can stream proteins"
+        return
+    if len(streams("dataset")) > 1:
+        yield "dataset: must be a single one with streaming=true"
+    if values.get("max_steps_per_epoch") is None:
+        yield "max_steps_per_epoch: must be set with dataset.streaming=true: the data never end"
+    if values.get("num_workers"):
+        yield "num_workers: must be 0 with dataset.streaming=true: each worker would read all the data"
+
+
 def _whole_replicas(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("data_parallel") != "ddp":
         return
@@ -220,6 +241,7 @@ COMBINATIONS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _float8,
     _tensor_parallelism,
     _masked_lm,
+    _streaming,
     _whole_replicas,
 )
 

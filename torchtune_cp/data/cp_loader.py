@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_cp.data.collate import collate
-from torchtune_cp.data.cut import cut_for_ranks
+from torchtune_cp.data.cut import cut_batch
 from torchtune_cp.data.loader import CollateFn, MapDataset, TokenDataLoader
 from torchtune_cp.data.place import ResumableLoader
 from torchtune_cp.data.sampler import GlobalBatchSampler
@@ -180,7 +180,9 @@ class CPDataLoader(ResumableLoader):
         self._peers = Readers(sharers.peers)
         self._readers = self._peers if self._channel.is_reader else None
         start = self._exchange(self._count_samples, make_reader)
-        super().__init__(make_sampler(_unless_failed(start, self._own_error).number))
+        counted = _unless_failed(start, self._own_error)
+        super().__init__(make_sampler(counted.number))
+        self.order_settings = counted.text
         self._ahead: _OneAhead | None = _OneAhead(lambda: self._exchange(self._next_batch))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -219,6 +221,17 @@ class CPDataLoader(ResumableLoader):
         self._channel.close()
         self._peers.close()
 
+    def stream_place(self, position: int) -> dict[str, int]:
+        """See `ResumableLoader`."""
+        return {} if self._reader is None else self._reader.stream_place(position)
+
+    def start_stream_at(self, place: dict[str, int]) -> None:
+        """See `ResumableLoader`."""
+        if self._ahead is not None:
+            self._ahead.drain()  # nothing may be read meanwhile
+        if self._reader is not None:
+            self._reader.start_stream_at(place)
+
     # --- in the background ----------------------------------------------------------------------
 
     def _exchange(self, read: Callable[..., Parcel], *args: Any) -> Message | BaseException:
@@ -245,16 +258,16 @@ class CPDataLoader(ResumableLoader):
 
     def _count_samples(self, make_reader: Callable[[], TokenDataLoader]) -> Parcel:
         self._reader = make_reader()
-        return Parcel(Message(END, self._reader.global_sampler.num_samples))
+        samples = self._reader.global_sampler.num_samples
+        return Parcel(Message(END, samples, text=self._reader.order_settings))
 
     def _next_batch(self) -> Parcel:
         assert self._reader is not None
         batch = next(self._source, None)
         if batch is None:
             return Parcel(Message(END))
-        slices = cut_for_ranks(batch, self._cp)
-        copies = [own for own in slices for _ in range(self._copies)]
-        return Parcel(Message(BATCH, self._reader.samples_read), copies)
+        message = Message(BATCH, self._reader.samples_read)
+        return Parcel(message, cut_batch(batch, self._cp), self._copies)
 
 
 def _unless_failed(answer: Message | BaseException, own: BaseException | None) -> Message:

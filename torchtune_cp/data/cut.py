@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from torchtune_cp.distributed.context_parallel.layout import (
@@ -46,17 +48,35 @@ def with_document_ends(batch: dict[str, torch.Tensor], cp: int) -> dict[str, tor
     }
 
 
-def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class CutBatch:
+    """A batch cut for all ranks, each entry still one tensor.
+
+    Attributes:
+        cp: Context-parallel degree.
+        entries: By name, in the batch's order.
+        cut: Names of the entries that are cut, [cp, b, s / cp] with rank r's part in row r; the others go to
+            all ranks.
+    """
+
+    cp: int
+    entries: dict[str, torch.Tensor]
+    cut: frozenset[str]
+
+    def of_rank(self, rank: int) -> dict[str, torch.Tensor]:
+        """What a rank gets."""
+        return {
+            name: entry[rank] if name in self.cut else entry for name, entry in self.entries.items()
+        }
+
+
+def cut_batch(batch: dict[str, torch.Tensor], cp: int) -> CutBatch:
     """Cut a batch document by document: rank r gets chunks r and ``2 cp - 1 - r`` of ``2 cp`` of each.
 
     Args:
         batch: The whole batch, see :func:`with_document_ends`; every entry of the shape of `tokens` is cut,
             the others go to all ranks.
         cp: Context-parallel degree.
-
-    Returns:
-        By rank: a batch of the same entries, those that were cut [b, s / cp], in the order of the documents;
-        ready for `context_parallel(..., already_cut=True)`.
 
     Raises:
         UserError: A malformed batch, or documents whose padded length does not divide by ``2 x cp``.
@@ -73,12 +93,28 @@ def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, tor
             f" {cp} ranks: each must be a multiple of {2 * cp}"
         ) from error
     order = places.flatten()
-    slices: list[dict[str, torch.Tensor]] = [{} for _ in range(cp)]
-    for key, entry in batch.items():
-        parts = [entry] * cp
-        if getattr(entry, "shape", None) == shape:
-            # All ranks' parts in one go: several times faster than indexing for each.
-            parts = list(entry.flatten().index_select(0, order).view(cp, shape[0], -1))
-        for own, part in zip(slices, parts, strict=True):
-            own[key] = part
-    return slices
+    cut = frozenset(key for key, entry in batch.items() if getattr(entry, "shape", None) == shape)
+    # All ranks' parts in one go: several times faster than indexing for each.
+    entries = {
+        key: entry.flatten().index_select(0, order).view(cp, shape[0], -1) if key in cut else entry
+        for key, entry in batch.items()
+    }
+    return CutBatch(cp, entries, cut)
+
+
+def cut_for_ranks(batch: dict[str, torch.Tensor], cp: int) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch, see :func:`cut_batch`.
+
+    Args:
+        batch: The whole batch.
+        cp: Context-parallel degree.
+
+    Returns:
+        By rank: a batch of the same entries, those that were cut [b, s / cp], in the order of the documents;
+        ready for `context_parallel(..., already_cut=True)`.
+
+    Raises:
+        UserError: As :func:`cut_batch`.
+    """
+    cut = cut_batch(batch, cp)
+    return [cut.of_rank(rank) for rank in range(cp)]

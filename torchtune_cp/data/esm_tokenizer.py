@@ -45,6 +45,7 @@ class EsmTokenizer(HFTokenizer):
         special_ids: `<cls>`, `<pad>`, `<eos>`, `<unk>` and `<mask>`: never masked, never drawn.
         standard_ids: The 20 amino acids' ids.
         residues: The characters of the alphabet.
+        one_token_a_residue: Whether every token that is not written in ``<>`` is one character.
     """
 
     def __init__(
@@ -111,6 +112,9 @@ class EsmTokenizer(HFTokenizer):
         self.special_ids = frozenset(ids[token] for token in _SPECIALS)
         self.standard_ids = tuple(ids[residue] for residue in STANDARD_RESIDUES)
         self.residues = frozenset(token for token in vocabulary if len(token) == 1)
+        self.one_token_a_residue = all(
+            len(token) == 1 or token.startswith("<") for token in vocabulary
+        )
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of a sequence; see the class.

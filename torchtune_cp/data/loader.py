@@ -90,6 +90,12 @@ class TokenDataLoader(ResumableLoader, StatefulDataLoader):
     ) -> None:
         """See `build_dataloader`."""
         ResumableLoader.__init__(self, sampler)
+        if sampler.endless and num_workers:
+            raise UserError(
+                f"num_workers={num_workers} must be 0 for data that never end (streaming): each worker"
+                " would read all of them"
+            )
+        self.order_settings = getattr(dataset, "order_settings", "")
         self._samples = _SamplesWithIds(dataset)
         with warnings.catch_warnings():
             # torchdata calls a function of torch that has been deprecated; no user can mend it.
@@ -119,6 +125,20 @@ class TokenDataLoader(ResumableLoader, StatefulDataLoader):
                 self.global_sampler.num_samples,
             )
             yield batch
+
+    def stream_place(self, position: int) -> dict[str, int]:
+        """See `ResumableLoader`."""
+        place: dict[str, int] = self._stream.place_of(position)
+        return place
+
+    def start_stream_at(self, place: dict[str, int]) -> None:
+        """See `ResumableLoader`."""
+        self._stream.start_at(place)
+
+    @property
+    def _stream(self) -> Any:
+        """The dataset, where it never ends."""
+        return self._samples.dataset
 
 
 def build_dataloader(

@@ -12,6 +12,9 @@ from torchtune_cp.errors import UserError
 FILLER = -1
 """Index that stands for an empty sample: it fills the last batch of an epoch and carries no label."""
 
+ENDLESS = 2**60
+"""The length of a dataset that never ends, and is read in its own order."""
+
 # An odd prime far above any realistic number of epochs keeps (seed, epoch) pairs apart.
 _SEED_STRIDE = 1_000_003
 
@@ -31,6 +34,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     The place in an epoch is counted in samples of the global order, so it holds for any other
     `batch_size` and `dp_degree`.
+
+    A dataset of `ENDLESS` samples is read in its own order, and has one epoch: all epochs go on in it.
 
     Attributes:
         epoch: The epoch whose order the next iteration follows.
@@ -85,6 +90,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "data-parallel degree, or set drop_last: false"
             )
 
+    @property
+    def endless(self) -> bool:
+        """Whether the data never end."""
+        return self.num_samples == ENDLESS
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
         self.epoch = epoch
@@ -117,8 +127,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._batches(self.epoch, self.start)
 
     def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
-        order = self.order(epoch)
+        order = None if self.endless else self.order(epoch)
         for step in range(self.steps_after(start)):
             begin = start + step * self.global_batch_size + self.dp_rank * self.batch_size
+            if order is None:
+                yield list(range(begin, begin + self.batch_size))
+                continue
             batch = order[begin : begin + self.batch_size].tolist()
             yield batch + [FILLER] * (self.batch_size - len(batch))

@@ -9,14 +9,18 @@ their own, so that a background thread may use it beside the collectives of trai
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from torchtune_cp.data.cut import CutBatch
 from torchtune_cp.errors import UserError
 
 #: What a message says.
@@ -35,6 +39,7 @@ _DTYPES = (
     torch.int8,
 )
 _MOST_ENTRIES, _MOST_DIMS, _NAME_BYTES = 48, 4, 32
+_NAME = f"<{_NAME_BYTES // 8}q"  # a name as so many int64
 # kind, bytes in all, number, entries; then for each entry dtype, dtype on the way, dimensions, sizes, name
 _FIRST = 4
 _PER_ENTRY = 3 + _MOST_DIMS + _NAME_BYTES // 8
@@ -107,36 +112,46 @@ def give_back(group: dist.ProcessGroup | None) -> None:
 class Parcel:
     """A message made ready to be sent: nothing can go wrong with it any more."""
 
-    def __init__(
-        self, message: Message, slices: Sequence[Mapping[str, torch.Tensor]] | None = None
-    ) -> None:
+    def __init__(self, message: Message, batch: CutBatch | None = None, copies: int = 1) -> None:
         """Lay a message out.
 
         Args:
             message: What to tell; for BATCH without its entries.
-            slices: With BATCH: what each rank gets, in the order of the ranks, the reader's own first; the
-                same entries, dtypes and shapes for all.
+            batch: With BATCH: what the ranks get.
+            copies: How many ranks one behind the other get the same part of it.
 
         Raises:
             UserError: An entry that cannot be sent.
         """
+        self._copies = 0  # of each row of the buffers
         if message.kind == BATCH:
-            assert slices is not None
-            self.message = Message(BATCH, message.number, dict(slices[0]))
-            self.buffers = _encode(message.number, slices)
+            assert batch is not None
+            self.message = Message(BATCH, message.number, batch.of_rank(0))
+            self._copies = copies
+            # The reader's own part is not sent, but to those that get the same.
+            self._first_row = 0 if copies > 1 else 1
+            self._buffers, self.size = _encode(message.number, batch, self._first_row)
         else:
             self.message = message
             text = bytearray(message.text.encode() or b" ")
-            buffer = torch.zeros(_BODY + len(text), dtype=torch.uint8)
-            buffer[: 8 * _FIRST].view(torch.int64).copy_(
-                torch.tensor([message.kind, len(buffer), message.number, 0])
+            self.size = _BODY + len(text)
+            self._buffers = torch.zeros(1, _with_room(self.size), dtype=torch.uint8)
+            self._buffers[0, : 8 * _FIRST].view(torch.int64).copy_(
+                torch.tensor([message.kind, self.size, message.number, 0])
             )
-            buffer[_BODY:] = torch.frombuffer(text, dtype=torch.uint8)
-            self.buffers = [buffer]
+            self._buffers[0, _BODY : self.size] = torch.frombuffer(text, dtype=torch.uint8)
 
-    def for_others(self, count: int) -> list[torch.Tensor]:
-        """The buffers of the ranks behind the reader."""
-        return self.buffers if self.message.kind == BATCH else self.buffers * count
+    def for_other(self, place: int, begin: int, end: int) -> torch.Tensor:
+        """Bytes `begin` to `end` of what a rank behind the reader gets.
+
+        Args:
+            place: Of the rank among those that share batches, from 1 on.
+            begin: First byte.
+            end: Past the last; may be more than there is.
+        """
+        row = place // self._copies - self._first_row if self._copies else 0
+        part = self._buffers[row, begin:end]
+        return F.pad(part, (0, end - begin - len(part)))
 
 
 class SliceChannel:
@@ -155,25 +170,17 @@ class SliceChannel:
 
     def send(self, parcel: Parcel) -> Message:
         """Tell the others, as the reader; returns the message as the reader's own rank gets it."""
-        others = self._ranks[1:]
         if self._group is not None:
-            buffers = parcel.for_others(len(others))
-            size = len(buffers[0])
-            lacking = max(0, self._at_first - size)
-            first = [
-                F.pad(buffer, (0, lacking)) if lacking else buffer[: self._at_first]
-                for buffer in buffers
-            ]
-            self._send_all(first)
-            if size > self._at_first:
-                self._send_all([buffer[self._at_first :] for buffer in buffers])
-            self._expect(parcel.message.kind, size)
+            self._send_all(parcel, 0, self._at_first)
+            if parcel.size > self._at_first:
+                self._send_all(parcel, self._at_first, parcel.size)
+            self._expect(parcel.message.kind, parcel.size)
         return parcel.message
 
-    def _send_all(self, buffers: list[torch.Tensor]) -> None:
+    def _send_all(self, parcel: Parcel, begin: int, end: int) -> None:
         started = [
-            dist.isend(buffer, rank, group=self._group)
-            for rank, buffer in zip(self._ranks[1:], buffers, strict=True)
+            dist.isend(parcel.for_other(place, begin, end), rank, group=self._group)
+            for place, rank in enumerate(self._ranks[1:], start=1)
         ]
         for work in started:
             assert work is not None, "only ranks of the group send"
@@ -266,13 +273,18 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _wire_dtype(entries: Sequence[torch.Tensor]) -> torch.dtype:
-    """The narrowest dtype that holds an entry of all ranks, where it is one of integers."""
-    dtype = entries[0].dtype
-    if dtype not in (torch.int64, torch.int32, torch.int16) or not entries[0].numel():
+def _with_room(size: int) -> int:
+    """Bytes for a message and what is sent more of it when the one before was larger, as a rule."""
+    return _aligned(size + size // 4)
+
+
+def _wire_dtype(entry: torch.Tensor) -> torch.dtype:
+    """The narrowest dtype that holds an entry, where it is one of integers."""
+    dtype = entry.dtype
+    if dtype not in (torch.int64, torch.int32, torch.int16) or not entry.numel():
         return dtype
-    ends = [entry.aminmax() for entry in entries]
-    low, high = min(int(e.min) for e in ends), max(int(e.max) for e in ends)
+    ends = entry.aminmax()
+    low, high = int(ends.min), int(ends.max)
     for narrow in _NARROWER:
         info = torch.iinfo(narrow)
         if narrow.itemsize < dtype.itemsize and info.min <= low and high <= info.max:
@@ -280,67 +292,65 @@ def _wire_dtype(entries: Sequence[torch.Tensor]) -> torch.dtype:
     return dtype
 
 
-def _encode(number: int, slices: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-    names = list(slices[0])
-    if len(names) > _MOST_ENTRIES:
-        raise UserError(f"a batch of {len(names)} entries; at most {_MOST_ENTRIES} can be sent")
-    header = torch.zeros(_HEADER, dtype=torch.int64)
-    offsets, wires, total = [], [], _BODY
-    for place, name in enumerate(names):
-        entry, encoded = slices[0][name], name.encode()
-        if (
-            not isinstance(entry, torch.Tensor)
-            or entry.device.type != "cpu"
-            or entry.dtype not in _DTYPES
-            or entry.ndim > _MOST_DIMS
-            or len(encoded) > _NAME_BYTES
-        ):
-            what = (
-                f"a {entry.dtype} tensor {list(entry.shape)} on {entry.device}"
-                if isinstance(entry, torch.Tensor)
-                else f"a {type(entry).__name__}"
-            )
-            raise UserError(
-                f"batch entry {name!r} is {what}; a collate function gives CPU tensors of plain dtypes"
-                f" with at most {_MOST_DIMS} dimensions, under names of at most {_NAME_BYTES} bytes"
-            )
-        # One tensor that all ranks share is looked at once.
-        wire = _wire_dtype(list({id(own[name]): own[name] for own in slices}.values()))
-        sizes = [*entry.shape, *[0] * (_MOST_DIMS - entry.ndim)]
-        row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY]
-        row[: 3 + _MOST_DIMS] = torch.tensor(
-            [_DTYPES.index(entry.dtype), _DTYPES.index(wire), entry.ndim, *sizes]
+def _encode(number: int, batch: CutBatch, first_row: int) -> tuple[torch.Tensor, int]:
+    """Lay a batch out in a buffer for each part from `first_row` on; gives them and the bytes used."""
+    if len(batch.entries) > _MOST_ENTRIES:
+        raise UserError(
+            f"a batch of {len(batch.entries)} entries; at most {_MOST_ENTRIES} can be sent"
         )
-        row[3 + _MOST_DIMS :] = torch.frombuffer(
-            bytearray(encoded.ljust(_NAME_BYTES, b"\0")), dtype=torch.int64
+    # Plain numbers, and one tensor of them at the end: what a batch costs are the many small calls.
+    rows: list[int] = []
+    places: list[tuple[str, int, int, torch.dtype]] = []
+    total = _BODY
+    for name, entry in batch.entries.items():
+        encoded = name.encode()
+        _check_entry(name, encoded, entry, whole=name not in batch.cut)
+        shape = entry.shape[1:] if name in batch.cut else entry.shape
+        wire = _wire_dtype(entry)
+        rows += [_DTYPES.index(entry.dtype), _DTYPES.index(wire), len(shape)]
+        rows += [*shape, *[0] * (_MOST_DIMS - len(shape))]
+        rows += struct.unpack(_NAME, encoded.ljust(_NAME_BYTES, b"\0"))
+        size = shape.numel() * wire.itemsize
+        places.append((name, total, total + size, wire))
+        total += _aligned(size)
+    header = torch.tensor([BATCH, total, number, len(batch.entries), *rows])
+    buffers = torch.zeros(batch.cp - first_row, _with_room(total), dtype=torch.uint8)
+    buffers[:, : 8 * len(header)] = header.view(torch.uint8)
+    for name, begin, end, wire in places:
+        entry = batch.entries[name]
+        # Casts, all parts at once.
+        given = entry[first_row:].flatten(1) if name in batch.cut else entry.flatten()
+        buffers[:, begin:end].view(wire).copy_(given)
+    return buffers, total
+
+
+def _check_entry(name: str, encoded: bytes, entry: Any, *, whole: bool) -> None:
+    if (
+        not isinstance(entry, torch.Tensor)
+        or entry.device.type != "cpu"
+        or entry.dtype not in _DTYPES
+        or entry.ndim > _MOST_DIMS + (not whole)
+        or len(encoded) > _NAME_BYTES
+    ):
+        what = (
+            f"a {entry.dtype} tensor {list(entry.shape)} on {entry.device}"
+            if isinstance(entry, torch.Tensor)
+            else f"a {type(entry).__name__}"
         )
-        offsets.append(total)
-        wires.append(wire)
-        total += _aligned(entry.numel() * wire.itemsize)
-    header[:_FIRST] = torch.tensor([BATCH, total, number, len(names)])
-    buffers: list[torch.Tensor] = []
-    for rank, own in enumerate(slices[1:], start=1):
-        if buffers and own is slices[rank - 1]:
-            buffers.append(buffers[-1])
-            continue
-        buffer = torch.zeros(total, dtype=torch.uint8)
-        buffer[: 8 * _HEADER] = header.view(torch.uint8)
-        for name, at, wire in zip(names, offsets, wires, strict=True):
-            entry = own[name]
-            size = entry.numel() * wire.itemsize
-            buffer[at : at + size].view(wire).copy_(entry.reshape(-1))  # casts
-        buffers.append(buffer)
-    return buffers
+        raise UserError(
+            f"batch entry {name!r} is {what}; a collate function gives CPU tensors of plain dtypes"
+            f" with at most {_MOST_DIMS} dimensions, under names of at most {_NAME_BYTES} bytes"
+        )
 
 
 def _decode(header: torch.Tensor, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     entries, at = {}, _BODY
-    for place in range(int(header[3])):
-        row = header[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY].tolist()
+    numbers = header.tolist()
+    for place in range(numbers[3]):
+        row = numbers[_FIRST + place * _PER_ENTRY :][:_PER_ENTRY]
         dtype, wire, shape = _DTYPES[row[0]], _DTYPES[row[1]], row[3 : 3 + row[2]]
-        name = torch.tensor(row[3 + _MOST_DIMS :]).view(torch.uint8)
-        size = torch.Size(shape).numel() * wire.itemsize
-        key = bytes(name.tolist()).rstrip(b"\0").decode()
-        entries[key] = buffer[at : at + size].view(wire).view(shape).to(dtype)
+        size = math.prod(shape) * wire.itemsize
+        name = struct.pack(_NAME, *row[3 + _MOST_DIMS :]).rstrip(b"\0").decode()
+        entries[name] = buffer[at : at + size].view(wire).view(shape).to(dtype)
         at += _aligned(size)
     return entries

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from torchtune_cp.data.masked_dataset import token_count
 from torchtune_cp.data.packing import pack_documents
 from torchtune_cp.errors import UserError
 
@@ -36,18 +37,23 @@ class TokenBudgetDataset(Dataset):
         *,
         oversize: str = "error",
         strategy: str = "greedy",
+        first_id: int = 0,
+        partial: bool = False,
     ) -> None:
         """Read the length of every sample and decide who shares a micro-batch.
 
         Args:
-            dataset: Map-style; `dataset[i]` gives "tokens" and "labels".
+            dataset: Map-style; `dataset[i]` gives "tokens" and "labels". One with `token_count(i)` makes the
+                tokens later.
             token_micro_batch_size: The most tokens of a micro-batch.
             oversize: What to do with a sample of more tokens: "split", "drop" or "error".
             strategy: See `pack_documents`.
+            first_id: The `sample_id` of the first sample; the others count on.
+            partial: Whether these are some samples of more: then none need be left, and nothing is logged.
 
         Raises:
             UserError: An unknown policy or strategy, a budget below 1, a sample that is too long under
-                "error", or nothing that is left.
+                "error", or nothing that is left where something should be.
         """
         if oversize not in OVERSIZE_POLICIES:
             raise UserError(
@@ -58,12 +64,14 @@ class TokenBudgetDataset(Dataset):
                 f"token_micro_batch_size must be 1 or more, not {token_micro_batch_size}"
             )
         self.dataset = dataset
-        lengths = np.array([len(dataset[i]["tokens"]) for i in range(len(dataset))], dtype=np.int64)
+        self._first_id = first_id
+        counts = [token_count(dataset, i) for i in range(len(dataset))]
+        lengths = np.array(counts, dtype=np.int64)
         long = lengths > token_micro_batch_size
         if oversize == "error" and long.any():
             first = int(np.flatnonzero(long)[0])
             raise UserError(
-                f"sample {first} has {lengths[first]} tokens, more than"
+                f"sample {first_id + first} has {lengths[first]} tokens, more than"
                 f" token_micro_batch_size={token_micro_batch_size}; raise it, or set oversize to split"
                 " or drop"
             )
@@ -72,17 +80,18 @@ class TokenBudgetDataset(Dataset):
         if oversize == "drop":
             lengths[long] = 0
         self._packs = pack_documents(lengths, token_micro_batch_size, strategy=strategy)
-        if not lengths.any():
+        if not partial and not lengths.any():
             raise UserError(
                 f"no samples: all {len(lengths)} have no tokens or more than"
                 f" token_micro_batch_size={token_micro_batch_size}"
             )
-        logger.info(
+        logger.log(
+            logging.DEBUG if partial else logging.INFO,
             "%d samples in %d micro-batches of at most %d tokens, %.1f %% filled; %d cut, %d left out",
             int((lengths > 0).sum()),
             len(self._packs),
             token_micro_batch_size,
-            100 * lengths.sum() / (len(self._packs) * token_micro_batch_size),
+            100 * lengths.sum() / (max(len(self._packs), 1) * token_micro_batch_size),
             self.split,
             self.dropped,
         )
@@ -105,7 +114,7 @@ class TokenBudgetDataset(Dataset):
                 {
                     "tokens": whole["tokens"][part],
                     "labels": whole["labels"][part],
-                    "sample_id": document,
+                    "sample_id": self._first_id + document,
                 }
             )
         return {"samples": samples}

@@ -6,7 +6,9 @@ from torchtune_cp.datasets.example_proteins import example_protein_dataset
 from torchtune_cp.datasets.instruct import instruct_dataset
 from torchtune_cp.datasets.packed import PackedDataset, PackStats
 from torchtune_cp.datasets.protein import protein_dataset
+from torchtune_cp.datasets.sample_stream import SampleStream, StreamPlace
 from torchtune_cp.datasets.sft import DatasetStats, SFTDataset
+from torchtune_cp.datasets.streamed_batches import StreamedBatches
 from torchtune_cp.datasets.text_completion import text_completion_dataset
 from torchtune_cp.datasets.text_folder import text_folder_dataset
 
@@ -15,6 +17,9 @@ __all__ = [
     "PackStats",
     "PackedDataset",
     "SFTDataset",
+    "SampleStream",
+    "StreamPlace",
+    "StreamedBatches",
     "alpaca_cleaned_dataset",
     "alpaca_dataset",
     "chat_dataset",

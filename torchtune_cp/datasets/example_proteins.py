@@ -8,6 +8,7 @@ from typing import Any
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.packed import PackedDataset
 from torchtune_cp.datasets.protein import protein_dataset
+from torchtune_cp.datasets.sample_stream import SampleStream
 from torchtune_cp.datasets.sft import SFTDataset
 
 #: 128 proteins of UniProt; see the README beside it.
@@ -16,7 +17,7 @@ EXAMPLE_PROTEINS = Path(__file__).parent / "examples" / "proteins.fasta"
 
 def example_protein_dataset(
     tokenizer: HFTokenizer, max_seq_len: int | None = None, *, max_rows: int | None = None
-) -> SFTDataset | PackedDataset:
+) -> SFTDataset | PackedDataset | SampleStream:
     """`protein_dataset` of 128 proteins of 60 to 300 residues.
 
     Args:

@@ -6,7 +6,8 @@ import gzip
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from torchtune_cp.errors import UserError
@@ -25,24 +26,26 @@ def clean_sequence(text: str) -> str:
     return "".join(text.split()).upper().removesuffix("*")
 
 
-def read_fasta(path: str | Path) -> Iterator[tuple[str, str]]:
+def read_fasta(path: str | Path, skip: int = 0) -> Iterator[tuple[str, str]]:
     """Read a FASTA file, gzipped or not, record by record.
 
     Args:
         path: The file; ``.gz`` in its name means gzip.
+        skip: Records at the front that are passed over.
 
     Yields:
         The record's name (the header's first word) and its sequence, see `clean_sequence`.
 
     Raises:
-        UserError: The file is missing, unreadable, or has text before its first ``>`` header.
+        UserError: The file is missing, unreadable, has text before its first ``>`` header, or fewer
+            records than `skip`.
     """
     file = Path(path).expanduser()
     name: str | None = None
     parts: list[str] = []
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="ascii") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in _from_record(skip, lines, file):
                 line = line.strip()
                 if line.startswith(">"):
                     if name is not None:
@@ -56,6 +59,18 @@ def read_fasta(path: str | Path) -> Iterator[tuple[str, str]]:
         raise UserError(f"dataset.path: cannot read {file} as FASTA: {error}") from error
     if name is not None:
         yield name, clean_sequence("".join(parts))
+
+
+def _from_record(skip: int, lines: Iterable[str], file: Path) -> Iterator[tuple[int, str]]:
+    """Lines and their numbers, from the header of a record on."""
+    numbered = enumerate(lines, 1)
+    headers = (entry for entry in numbered if entry[1].lstrip().startswith(">"))
+    passed = sum(1 for _ in islice(headers, skip))
+    if passed < skip:
+        raise UserError(f"{file} has {passed} records, fewer than the {skip} that were read of it")
+    if skip:
+        yield from islice(headers, 1)
+    yield from numbered
 
 
 def _name(header: str) -> str:
@@ -118,8 +133,12 @@ class FastaRows:
         return digest.hexdigest()
 
     def name_of(self, index: int) -> str:
-        """The record's name, for messages."""
+        """The record's name."""
         return self._record(index)[0]
+
+    def place_of(self, index: int) -> str:
+        """How messages name a record."""
+        return f"protein {self.name_of(index)}"
 
     def _record(self, index: int) -> tuple[str, str]:
         if self._records is not None:

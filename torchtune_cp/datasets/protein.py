@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torchtune_cp.data.esm_tokenizer import EsmTokenizer
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.fasta import FastaRows, clean_sequence
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
-from torchtune_cp.datasets.sft import EmptyRow, SFTDataset, UnknownText, require_text
+from torchtune_cp.datasets.row_stream import FastaStream, FirstRows, HubStream, RowStream
+from torchtune_cp.datasets.sample_stream import BUFFER_SIZE, SampleStream
+from torchtune_cp.datasets.sft import (
+    DatasetStats,
+    EmptyRow,
+    SFTDataset,
+    UnknownText,
+    require_text,
+    sequence_limit,
+)
 from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
 from torchtune_cp.errors import UserError
 
@@ -32,6 +42,7 @@ class ProteinReader:
         self._column = column
         self._unknown = unknown
         self._add_eos = add_eos
+        self._one_token = isinstance(tokenizer, EsmTokenizer) and tokenizer.one_token_a_residue
         self.unknown_residues: Counter[str] = Counter()
         self.unknown_rows = 0
 
@@ -73,6 +84,12 @@ class ProteinReader:
         tokens = self._tokenizer.encode(sequence, add_bos=True, add_eos=self._add_eos)
         return tokens, list(tokens)
 
+    def count_tokens(self, row: Mapping[str, Any]) -> int:
+        """How many tokens `tokenize` makes of a row."""
+        if self._one_token:  # a residue, known or not, is one: far quicker than making them
+            return len(self._sequence(row)[0]) + 1 + self._add_eos
+        return len(self.tokenize(row)[0])
+
 
 class ProteinDataset(SFTDataset):
     """An `SFTDataset` that also tells what was outside the alphabet."""
@@ -82,17 +99,13 @@ class ProteinDataset(SFTDataset):
         self.reader = reader
         super().__init__(rows, reader, **settings)
 
-    def describe_stats(self) -> str:
-        """The counts in words, those that are zero left out."""
-        text = super().describe_stats()
-        counts = self.reader.unknown_residues
-        if counts:
-            characters = ", ".join(f"{c} {n}" for c, n in counts.most_common())
-            text += (
-                f", {sum(counts.values())} residues outside the alphabet in {self.reader.unknown_rows}"
-                f" rows ({characters})"
-            )
-        return text
+    @property
+    def stats(self) -> DatasetStats:
+        """What became of the rows."""
+        stats = super().stats
+        stats.unknown_residues = self.reader.unknown_residues
+        stats.unknown_rows = self.reader.unknown_rows
+        return stats
 
 
 def protein_dataset(
@@ -112,8 +125,10 @@ def protein_dataset(
     packed: bool = False,
     split_across_pack: bool = False,
     packing_strategy: str = "greedy",
+    streaming: bool = False,
+    shuffle_buffer_size: int = BUFFER_SIZE,
     **load_dataset_kwargs: Any,
-) -> SFTDataset | PackedDataset:
+) -> SFTDataset | PackedDataset | SampleStream:
     """Every protein as one sample; every residue is trained on (or may be masked).
 
     Sequences are read in upper case, without white space and without a ``*`` at the end.
@@ -140,6 +155,9 @@ def protein_dataset(
         split_across_pack: Packed: whether one may be cut where a pack ends.
         packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
             `torchtune_cp.data.packing.pack_documents`.
+        streaming: Read from front to back as training goes, without looking through the data first; not
+            packed. See `SampleStream`.
+        shuffle_buffer_size: Streaming: rows that are held, checked and shuffled at a time.
         **load_dataset_kwargs: With `source`: `data_files`, `data_dir`, `name`, ... for
             `datasets.load_dataset`.
 
@@ -157,14 +175,35 @@ def protein_dataset(
         )
     if (path is None) == (source is None):
         raise UserError("protein_dataset needs either dataset.path (FASTA) or dataset.source")
+    if path is not None and load_dataset_kwargs:
+        raise UserError(
+            f"dataset.path reads FASTA and takes no {', '.join(sorted(load_dataset_kwargs))}"
+        )
+    reader = partial(
+        ProteinReader, tokenizer, column if path is None else "sequence", unknown, add_eos
+    )
+    if streaming:
+        if packed:
+            raise UserError(
+                "dataset.packed must be false with streaming=true: token_micro_batch_size packs"
+            )
+        return SampleStream(
+            _stream(path, source, split, max_rows, load_dataset_kwargs),
+            lambda rows, **settings: ProteinDataset(
+                rows,
+                reader(),
+                **settings,
+                max_seq_len=sequence_limit(max_seq_len, tokenizer),
+                overlong=overlong or "truncate",
+                on_bad_row=on_bad_row,
+                min_tokens=min_tokens,
+            ),
+            buffer_size=shuffle_buffer_size,
+        )
     blank_lines = 0
     rows: Rows
     if path is not None:
-        if load_dataset_kwargs:
-            raise UserError(
-                f"dataset.path reads FASTA and takes no {', '.join(sorted(load_dataset_kwargs))}"
-            )
-        rows, column, name = FastaRows(path), "sequence", str(path)
+        rows, name = FastaRows(path), str(path)
     else:
         assert source is not None
         rows = load_rows(source, split=split, **load_dataset_kwargs)
@@ -172,7 +211,7 @@ def protein_dataset(
         blank_lines = count_blank_lines(source, load_dataset_kwargs.get("data_files"))
     return sft_or_packed(
         rows,
-        ProteinReader(tokenizer, column, unknown, add_eos),
+        reader(),
         tokenizer,
         make=ProteinDataset,
         max_seq_len=max_seq_len,
@@ -186,3 +225,20 @@ def protein_dataset(
         name=name,
         blank_lines=blank_lines,
     )
+
+
+def _stream(
+    path: str | None,
+    source: str | None,
+    split: str,
+    max_rows: int | None,
+    load_dataset_kwargs: Mapping[str, Any],
+) -> RowStream:
+    rows: RowStream
+    if path is not None:
+        rows = FastaStream(path)
+    else:
+        assert source is not None
+        name = describe_source(source, load_dataset_kwargs)
+        rows = HubStream(source, split=split, name=name, load_dataset_kwargs=load_dataset_kwargs)
+    return rows if max_rows is None else FirstRows(rows, max_rows)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +59,9 @@ class DatasetStats:
         split: Rows longer than `max_seq_len`, made into several samples under `overlong: split`.
         blank_lines: Blank lines in JSON lines files; they are no rows, and row numbers in messages
             do not count them.
+        unknown_residues: How often each character outside a protein tokenizer's alphabet stood in the
+            rows looked at.
+        unknown_rows: How many of these rows had any.
     """
 
     rows: int = 0
@@ -70,6 +74,37 @@ class DatasetStats:
     dropped: int = 0
     split: int = 0
     blank_lines: int = 0
+    unknown_residues: Counter[str] = field(default_factory=Counter)
+    unknown_rows: int = 0
+
+    def __add__(self, other: DatasetStats) -> DatasetStats:
+        """What became of two parts of the rows."""
+        return DatasetStats(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def describe(self) -> str:
+        """The counts in words, those that are zero left out."""
+        parts = [f"{self.rows} rows", f"{self.samples} samples"]
+        for label, count in (
+            ("empty rows skipped", self.empty_skipped),
+            ("rows with unknown characters left out", self.unknown_skipped),
+            ("malformed rows skipped", self.bad_skipped),
+            ("short rows skipped", self.short_skipped),
+            ("rows truncated", self.truncated),
+            ("over-long rows dropped", self.dropped),
+            ("over-long rows split", self.split),
+            ("blank lines", self.blank_lines),
+        ):
+            if count:
+                parts.append(f"{count} {label}")
+        if self.unknown_residues:
+            characters = ", ".join(f"{c} {n}" for c, n in self.unknown_residues.most_common())
+            parts.append(
+                f"{self.unknown_residues.total()} residues outside the alphabet in"
+                f" {self.unknown_rows} rows ({characters})"
+            )
+        return ", ".join(parts)
 
 
 class SFTDataset(Dataset):
@@ -92,6 +127,7 @@ class SFTDataset(Dataset):
     Attributes:
         stats: See `DatasetStats`.
         max_seq_len: The length limit, or None.
+        overlong: What becomes of longer rows.
     """
 
     def __init__(
@@ -106,6 +142,7 @@ class SFTDataset(Dataset):
         max_rows_used: int | None = None,
         name: str = "the dataset",
         blank_lines: int = 0,
+        partial: bool = False,
     ) -> None:
         """Check the rows and lay out the samples.
 
@@ -119,10 +156,12 @@ class SFTDataset(Dataset):
             max_rows_used: Stop after so many rows that gave samples.
             name: What messages call the data.
             blank_lines: Lines of the source that gave no row, for `stats`.
+            partial: Whether these are some rows of more: then none need be left, and there is no warning
+                about cut ones.
 
         Raises:
             UserError: For an unknown policy; for a malformed or over-long row under "error", naming
-                the row and what is wrong with it; when no row is left.
+                the row and what is wrong with it; when no row is left that should be.
         """
         if overlong not in OVERLONG_POLICIES:
             raise UserError(
@@ -138,10 +177,11 @@ class SFTDataset(Dataset):
         self._rows = rows
         self._reader = reader
         self.max_seq_len = max_seq_len
-        self._overlong = overlong
+        self.overlong = overlong
         self._on_bad_row = on_bad_row
         self._min_tokens = min_tokens
         self._name = name
+        self._partial = partial
         self._truncated_rows: set[int] = set()
         self._stats = DatasetStats(blank_lines=blank_lines)
         self._first_bad = ""
@@ -170,7 +210,7 @@ class SFTDataset(Dataset):
             self._sample_start.extend(starts)
             used += bool(starts)
         self._stats.samples = len(self._sample_row)
-        if not self._sample_row:
+        if not self._sample_row and not self._partial:
             raise UserError(f"no samples in {self._name}: {self.describe_stats()}{self._first_bad}")
 
     def _starts(self, index: int, in_order: Iterator[Mapping[str, Any]] | None) -> list[int]:
@@ -203,15 +243,15 @@ class SFTDataset(Dataset):
             return []
         starts = [0]
         if self.max_seq_len is not None and length > self.max_seq_len:
-            if self._overlong == "error":
+            if self.overlong == "error":
                 raise UserError(
                     f"{self._place(index)} has {length} tokens, more than max_seq_len "
                     f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
                 )
-            if self._overlong == "drop":
+            if self.overlong == "drop":
                 self._stats.dropped += 1
                 return []
-            if self._overlong == "split":
+            if self.overlong == "split":
                 self._stats.split += 1
                 starts = list(range(0, length, self.max_seq_len))
         token_array = np.asarray(tokens, dtype=np.int32)
@@ -223,10 +263,8 @@ class SFTDataset(Dataset):
         return starts
 
     def _place(self, index: int) -> str:
-        name_of = getattr(self._rows, "name_of", None)
-        if name_of is not None:
-            return f"file {name_of(index)}"
-        return f"row {index} of {self._name}"
+        place_of = getattr(self._rows, "place_of", None)
+        return f"row {index} of {self._name}" if place_of is None else str(place_of(index))
 
     def place_of(self, index: int) -> str:
         """How messages name sample `index`: by its row or file."""
@@ -240,27 +278,20 @@ class SFTDataset(Dataset):
 
     def describe_stats(self) -> str:
         """The counts in words, those that are zero left out."""
-        stats = self.stats
-        parts = [f"{stats.rows} rows", f"{stats.samples} samples"]
-        for label, count in (
-            ("empty rows skipped", stats.empty_skipped),
-            ("rows with unknown characters left out", stats.unknown_skipped),
-            ("malformed rows skipped", stats.bad_skipped),
-            ("short rows skipped", stats.short_skipped),
-            ("rows truncated", stats.truncated),
-            ("over-long rows dropped", stats.dropped),
-            ("over-long rows split", stats.split),
-            ("blank lines", stats.blank_lines),
-        ):
-            if count:
-                parts.append(f"{count} {label}")
-        return ", ".join(parts)
+        return self.stats.describe()
 
     def count_overlong(self) -> int:
-        """Number of rows with samples that are longer than `max_seq_len`; tokenises all of them."""
+        """Number of rows with samples that are longer than `max_seq_len`; looks at all of them."""
         if self.max_seq_len is None:
             return 0
-        return sum(len(self._tokenized(row)[0]) > self.max_seq_len for row in set(self._sample_row))
+        return sum(self._row_tokens(row) > self.max_seq_len for row in set(self._sample_row))
+
+    def _row_tokens(self, index: int) -> int:
+        """How many tokens a row has, without making them where the reader can tell."""
+        if index in self._kept:
+            return len(self._kept[index][0])
+        count = getattr(self._reader, "count_tokens", None)
+        return len(self._tokenized(index)[0]) if count is None else int(count(self._rows[index]))
 
     def _tokenized(self, index: int) -> tuple[list[int], list[int]]:
         if index in self._kept:
@@ -272,6 +303,11 @@ class SFTDataset(Dataset):
             raise UserError(
                 f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
             ) from error
+
+    def token_count(self, index: int) -> int:
+        """How many tokens sample `index` has, without making them where the reader can tell."""
+        tokens = self._row_tokens(self._sample_row[index]) - self._sample_start[index]
+        return tokens if self.max_seq_len is None else min(tokens, self.max_seq_len)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -287,7 +323,7 @@ class SFTDataset(Dataset):
         if row in self._kept:
             tokens, labels = self._kept[row]
             stop = None if self.max_seq_len is None else start + self.max_seq_len
-            if stop is not None and self._overlong == "truncate" and len(tokens) > stop:
+            if stop is not None and self.overlong == "truncate" and len(tokens) > stop:
                 self._note_truncated(row, len(tokens))
             return {"tokens": tokens[start:stop].tolist(), "labels": labels[start:stop].tolist()}
         token_list, label_list = self._tokenized(row)
@@ -297,7 +333,7 @@ class SFTDataset(Dataset):
         return {"tokens": token_list[:limit], "labels": label_list[:limit]}
 
     def _note_truncated(self, row: int, length: int) -> None:
-        if not self._truncated_rows:
+        if not self._truncated_rows and not self._partial:
             logger.warning(
                 "%s has %d tokens and is cut to max_seq_len %d; further rows are cut without a "
                 "warning (overlong: split, drop or error handle them otherwise)",

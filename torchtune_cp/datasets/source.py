@@ -37,11 +37,43 @@ def load_rows(
         UserError: One line with the cause, when the rows cannot be had.
     """
     if kwargs.pop("streaming", False):
-        raise UserError("dataset.streaming=true is not supported; remove it")
-    if not isinstance(split, str):
-        raise UserError(f"dataset.split must be a string such as 'train', not {split!r}")
+        raise UserError(
+            "dataset.streaming=true is for protein_dataset in esm2_mlm_distributed; here remove it: data"
+            " sets that do not fit in memory are mapped from disk"
+        )
     if max_rows is not None and max_rows < 1:
         raise UserError(f"dataset.max_rows must be 1 or more, not {max_rows}")
+    rows = _load(source, split, **kwargs)
+    if max_rows is not None and len(rows) > max_rows:
+        rows = rows.select(range(max_rows))
+    return rows
+
+
+def load_streamed_rows(source: str, *, split: str, **kwargs: Any) -> Any:
+    """Find a data set whose rows are read, downloaded, and unpacked as they are asked for.
+
+    Args:
+        source: As for `load_rows`, as `kwargs`.
+        split: A split by its name: parts of one are not known before it was read.
+        **kwargs: For `load_dataset`.
+
+    Returns:
+        A `datasets.IterableDataset`.
+
+    Raises:
+        UserError: One line with the cause, when the data set cannot be had.
+    """
+    if isinstance(split, str) and "[" in split:
+        raise UserError(
+            f"dataset.split={split!r} must be a whole split with streaming=true: where a part of it ends"
+            " is not known before it was read; max_rows takes the first rows"
+        )
+    return _load(source, split, streaming=True, **kwargs)
+
+
+def _load(source: str, split: str | None, **kwargs: Any) -> Any:
+    if not isinstance(split, str):
+        raise UserError(f"dataset.split must be a string such as 'train', not {split!r}")
     if source in LOCAL_SOURCES:
         if not kwargs.get("data_files") and not kwargs.get("data_dir"):
             raise UserError(
@@ -56,14 +88,11 @@ def load_rows(
 
     try:
         with _quiet():
-            rows = datasets.load_dataset(source, split=split, **kwargs)
+            return datasets.load_dataset(source, split=split, **kwargs)
     except Exception as error:
         # The library raises many unrelated types (of its own, of pyarrow, of the network stack); all
         # mean that the data named in the config could not be read.
         raise UserError(_failure(source, split, kwargs, error)) from error
-    if max_rows is not None and len(rows) > max_rows:
-        rows = rows.select(range(max_rows))
-    return rows
 
 
 @contextmanager

@@ -42,8 +42,12 @@ class FileRows:
         return digest.hexdigest()
 
     def name_of(self, index: int) -> str:
-        """The file's path below the folder, for messages."""
+        """The file's path below the folder."""
         return self._files[index].relative_to(self._root).as_posix()
+
+    def place_of(self, index: int) -> str:
+        """How messages name a file."""
+        return f"file {self.name_of(index)}"
 
 
 def text_folder_dataset(

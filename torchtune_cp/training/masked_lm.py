@@ -22,6 +22,7 @@ from torchtune_cp.data import (
     TokenBudgetDataset,
     create_cp_dataloader,
 )
+from torchtune_cp.datasets import SampleStream, SFTDataset, StreamedBatches, StreamPlace
 from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.errors import UserError
@@ -134,8 +135,9 @@ def build_masked_lm_loader(
             f" model's are {model.config.mask_token_id} and {model.config.pad_token_id}; use the"
             " model's own tokenizer"
         )
+    shuffle = cfg.shuffle and not validation
     loader, _ = create_cp_dataloader(
-        partial(_masked_samples, cfg, dataset, tokenizer, seed),
+        partial(_masked_samples, cfg, dataset, tokenizer, seed, shuffle),
         meshes.world,
         collate_fn=MaskedLMCollator(
             cfg.sequence_format,
@@ -144,7 +146,7 @@ def build_masked_lm_loader(
             mask_id=tokenizer.mask_id if model.config.token_dropout else None,
         ),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
-        shuffle=cfg.shuffle and not validation,
+        shuffle=shuffle,
         seed=seed,
         drop_last=not validation,
         num_workers=cfg.num_workers,
@@ -153,12 +155,38 @@ def build_masked_lm_loader(
 
 
 def _masked_samples(
-    cfg: MaskedLMConfig, dataset: DictConfig | ListConfig, tokenizer: EsmTokenizer, seed: int
+    cfg: MaskedLMConfig,
+    dataset: DictConfig | ListConfig,
+    tokenizer: EsmTokenizer,
+    seed: int,
+    shuffle: bool,
 ) -> Any:
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
     masking = instantiate(cfg.masking, tokenizer, seed=seed)
+    if isinstance(parts[0], SampleStream):
+        settings = [f"token_micro_batch_size {cfg.token_micro_batch_size}"]
+        settings += [f"oversize {cfg.oversize}", f"packing_strategy {cfg.packing_strategy}"]
+        return StreamedBatches(
+            parts[0],
+            partial(_batches_of_buffer, cfg, masking),
+            shuffle=shuffle,
+            seed=seed,
+            settings=", ".join(settings if cfg.token_micro_batch_size else settings[:1]),
+        )
     masked = MaskedDataset(parts[0] if len(parts) == 1 else ConcatDataset(parts), masking)
+    return _batches(cfg, masked)
+
+
+def _batches_of_buffer(
+    cfg: MaskedLMConfig, masking: Callable[..., Any], samples: SFTDataset, place: StreamPlace
+) -> Any:
+    masked = MaskedDataset(samples, masking, first_id=place.samples)
+    masked.set_epoch(place.epoch)
+    return _batches(cfg, masked, first_id=place.samples, partial=True)
+
+
+def _batches(cfg: MaskedLMConfig, masked: MaskedDataset, **settings: Any) -> Any:
     if cfg.token_micro_batch_size is None:
         return masked
     return TokenBudgetDataset(
@@ -166,6 +194,7 @@ def _masked_samples(
         cfg.token_micro_batch_size,
         oversize=cfg.oversize,
         strategy=cfg.packing_strategy,
+        **settings,
     )
 
 

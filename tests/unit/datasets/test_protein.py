@@ -109,7 +109,7 @@ def test_residues_outside_the_alphabet_go_by_config_and_are_counted(tmp_path: Pa
     assert [tokenizer.decode(s["tokens"]) for s in dropped] == ["BZUOX-.", "ML"]
     assert dropped.stats.unknown_skipped == 2
     assert "2 rows with unknown characters left out" in dropped.describe_stats()
-    with pytest.raises(UserError, match=r"file a: .*outside the alphabet: '\*' at 6, 'J' at 3"):
+    with pytest.raises(UserError, match=r"protein a: .*outside the alphabet: '\*' at 6, 'J' at 3"):
         protein_dataset(tokenizer, str(tmp_path / "x.fasta"), unknown="error")
     skipped = protein_dataset(
         tokenizer, str(tmp_path / "x.fasta"), unknown="error", on_bad_row="skip"

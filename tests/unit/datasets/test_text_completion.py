@@ -156,7 +156,7 @@ class TestUnreadableData:
             ({"split": "test"}, r"split 'test'.*Unknown split"),
             ({"split": None}, r"dataset\.split must be a string such as 'train', not None"),
             ({"max_rows": 0}, r"dataset\.max_rows must be 1 or more"),
-            ({"streaming": True}, r"dataset\.streaming=true is not supported"),
+            ({"streaming": True}, r"dataset\.streaming=true is for protein_dataset"),
             ({"colum": "x"}, r"cannot read dataset.*colum"),
             ({"packed": True}, r"dataset\.packed=true needs the length of a pack.*max_seq_len"),
         ],
