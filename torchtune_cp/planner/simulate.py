@@ -297,7 +297,8 @@ def simulate(
         )
         if packs_documents(cfg):
             # Attention of packed rows goes by documents, also where there is but one in a row.
-            train.cut = partial(train.cut, by_documents=True)
+            cut: Any = train.cut
+            train.cut = partial(cut, by_documents=True)
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
         train.finish()  # what the step before would have left, such as float8's scales
         tracker.start()
