@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -136,57 +136,94 @@ def measured_steps(trees: list[Any], seq_len: int) -> list[dict[str, Any]]:
 
 
 def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
-    device = torch.device("cpu")
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(Watch())
         stack.enter_context(host_memory_seen(lambda _: watch.on_host()))
         if cfg.fsdp_cpu_offload:
             # Between host and device FSDP copies by ``.to(device)``, which does nothing where both are one.
             stack.enter_context(offloading_copies(lambda _: watch.on_host()))
-        dims = setup.parallel_dims(cfg)
-        meshes = Meshes.build(dims, "cpu")
-        checkpointer = FullModelHFCheckpointer(checkpoint_dir=None)
-        model = setup.build_model(cfg, checkpointer, meshes, device, 0)
-        if cfg.fsdp_cpu_offload:
-            watch.lies_on_host(model.parameters())
-        optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
-        loss_fn = instantiate(cfg.loss)
-
-        def where_shards_are() -> contextlib.AbstractContextManager[None]:
-            return watch.on_host() if cfg.fsdp_cpu_offload else contextlib.nullcontext()
-
-        def gradient_norm() -> torch.Tensor:
-            with where_shards_are():
-                total: torch.Tensor = norm()
-                return total
-
-        train = causal_lm_step(
-            cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
+        step = recipe_step(
+            cfg,
+            torch.device("cpu"),
+            FullModelHFCheckpointer(checkpoint_dir=None),
+            with_shards=watch.on_host if cfg.fsdp_cpu_offload else contextlib.nullcontext,
+            made=lambda model: (
+                watch.lies_on_host(model.parameters()) if cfg.fsdp_cpu_offload else None
+            ),
         )
-        model.train()
-        batches = []
-        for i in range(cfg.gradient_accumulation_steps):
-            tokens = torch.arange(cfg.batch_size * seq_len).view(cfg.batch_size, -1) + i
-            tokens = tokens % model.config.vocab_size
-            positions = torch.arange(seq_len).expand_as(tokens).contiguous()
-            batch = {"tokens": tokens, "labels": tokens.clone(), "input_pos": positions}
-            if packs_documents(cfg):
-                batch["seq_lens"] = torch.full((cfg.batch_size, 1), seq_len)
-            batches.append(batch)
-        for step in range(2):
-            if step == 1:
-                watch.sent.clear()
-                before = watch.live()
-                watch.peak = watch.most_elsewhere = 0
-            gradients = train.backward(batches)
-            step_totals(meshes, gradients.losses, gradients.norm, device)
-            with where_shards_are():
-                train.update(gradients.norm)
-            train.finish()
-            del gradients  # a plan knows of no step before
+        step(seq_len)
+        watch.sent.clear()
+        before = watch.live()
+        watch.peak = watch.most_elsewhere = 0
+        step(seq_len)
         return {
             "peak": watch.peak,
             "before": before,
             "sent": dict(watch.sent),
             "host": watch.most_elsewhere,
         }
+
+
+def recipe_step(
+    cfg: Any,
+    device: torch.device,
+    checkpointer: Any,
+    *,
+    with_shards: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    made: Callable[[Any], None] = lambda _: None,
+) -> Callable[[int], None]:
+    """Build model, optimizer and step as ``full_finetune_distributed`` does.
+
+    Args:
+        cfg: The run's config.
+        device: Where the model computes.
+        checkpointer: Gives the weights.
+        with_shards: Encloses what is done where the shards are.
+        made: Called with the model as soon as it has weights.
+
+    Returns:
+        Makes an optimizer step on made-up sequences of so many tokens.
+    """
+    dims = setup.parallel_dims(cfg)
+    meshes = Meshes.build(dims, device.type)
+    model = setup.build_model(cfg, checkpointer, meshes, device, 0)
+    made(model)
+    optimizer, _, norm = setup.build_optimizer(cfg, model, 2)
+
+    def gradient_norm() -> torch.Tensor:
+        with with_shards():
+            total: torch.Tensor = norm()
+            return total
+
+    train = causal_lm_step(
+        cfg,
+        model,
+        optimizer,
+        gradient_norm,
+        instantiate(cfg.loss),
+        meshes=meshes,
+        dims=dims,
+        device=device,
+    )
+    model.train()
+
+    def step(seq_len: int) -> None:
+        gradients = train.backward(_batches(cfg, seq_len, model.config.vocab_size))
+        step_totals(meshes, gradients.losses, gradients.norm, device)
+        with with_shards():
+            train.update(gradients.norm)
+        train.finish()
+
+    return step
+
+
+def _batches(cfg: Any, seq_len: int, vocab_size: int) -> list[dict[str, torch.Tensor]]:
+    batches = []
+    for i in range(cfg.gradient_accumulation_steps):
+        tokens = (torch.arange(cfg.batch_size * seq_len).view(cfg.batch_size, -1) + i) % vocab_size
+        positions = torch.arange(seq_len).expand_as(tokens).contiguous()
+        batch = {"tokens": tokens, "labels": tokens.clone(), "input_pos": positions}
+        if packs_documents(cfg):
+            batch["seq_lens"] = torch.full((cfg.batch_size, 1), seq_len)
+        batches.append(batch)
+    return batches

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.gpu.report import CHECKOUT, Setting, record_crash, short
 
-PARTS = ("attention", "documents", "recipe", "loss", "throughput")
+PARTS = ("attention", "documents", "recipe", "loss", "throughput", "memory")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
