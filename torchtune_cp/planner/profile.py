@@ -9,6 +9,7 @@ and last layers of the model; the layers between grow evenly from one to the nex
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -105,6 +106,16 @@ def _visits(trace: Trace) -> Iterator[tuple[str, int, np.ndarray]]:
         yield place.phase, place.layer, np.arange(first, end)
 
 
+def _visit_numbers(trace: Trace) -> np.ndarray:
+    """Of each operator, how often its phase and layer had been visited before."""
+    numbers = np.empty(len(trace.place), dtype=np.int64)
+    seen: Counter[tuple[str, int]] = Counter()
+    for phase, layer, rows in _visits(trace):
+        numbers[rows] = seen[phase, layer]
+        seen[phase, layer] += 1
+    return numbers
+
+
 def _most(places: list[Place], device: np.ndarray, host: np.ndarray) -> Moment:
     at = int(device.sum(axis=1).argmax())
     values = {name: round(float(v)) for name, v in zip(CATEGORIES, device[at], strict=True)}
@@ -159,6 +170,7 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
     times = (num_layers - depths[1]) // period
     front = -(-fewer // 2)  # layers counted from the first one; the others from the last one
     rows_few, rows_more = _rows(few), _rows(more)
+    visit_few, visit_more = _visit_numbers(few), _visit_numbers(more)
     all_few = np.column_stack([few.device, few.host]).astype(float)
     all_more = np.column_stack([more.device, more.host]).astype(float)
 
@@ -183,7 +195,8 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
                 slope = all_more[base] - all_few[other]
             grown[rows] = all_more[rows] + times * slope
         else:
-            grown[rows] = _by_maximum(all_more[rows], all_few, other, times)
+            for those, twins in _by_visit(rows, visit_more, other, visit_few):
+                grown[those] = _by_maximum(all_more[those], all_few, twins, times)
 
     moments: list[Moment] = []
     pending: list[tuple[str, int, np.ndarray]] = []
@@ -243,6 +256,21 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
 
 def _linear(few: float, more: float, times: float) -> float:
     return float(more + times * (more - few))
+
+
+def _by_visit(
+    rows: np.ndarray, visits: np.ndarray, other: np.ndarray | None, other_visits: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Pair the operators of a place visit by visit, where there are as many visits of it.
+
+    The first micro-batch leaves other gradients (whole ones, with replicas) than the last.
+    """
+    numbers = np.unique(visits[rows])
+    if other is None or not np.array_equal(numbers, np.unique(other_visits[other])):
+        yield rows, other
+        return
+    for number in numbers:
+        yield rows[visits[rows] == number], other[other_visits[other] == number]
 
 
 def _by_maximum(
