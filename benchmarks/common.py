@@ -220,8 +220,7 @@ def our_training(
     if attention_head_chunks is not None:
         sizes = model.config
         chunks = HeadChunks.of(attention_head_chunks, sizes.num_heads, sizes.num_kv_heads)
-        tile = {"tile_tokens": mlp_tile_tokens} if mlp_tile_tokens is not None else {}
-        apply_chunked_attention(model, chunks, **tile)
+        apply_chunked_attention(model, chunks, mlp_tile_tokens)
         options["by_documents"] = True
     if checkpointing:
         apply_activation_checkpointing(model)

@@ -30,7 +30,7 @@ from torchtune_cp.data import (
     esm_tokenizer,
     mlm_masking,
 )
-from torchtune_cp.data.cut import CutBatch, cut_batch
+from torchtune_cp.data.cut import CutBatch, cut_batch, cut_for_ranks
 from torchtune_cp.data.slice_channel import BATCH, Message, Parcel, SliceChannel
 from torchtune_cp.distributed import context_parallel
 from torchtune_cp.models.esm2 import esm2
@@ -99,13 +99,13 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
         done[way] += 1
         dist.barrier()
         start = time.perf_counter()
-        slices: Any = cut_batch(batch, cp) if dist.get_rank() == 0 else None
-        if slices is not None and way == "objects":
+        slices: Any = None
+        if dist.get_rank() == 0 and way == "slices":
+            slices = cut_batch(batch, cp)
+        elif dist.get_rank() == 0:
             # The parts are views of one tensor, all of which each of them would be pickled with.
-            slices = [
-                {name: part.clone() for name, part in slices.of_rank(rank).items()}
-                for rank in range(cp)
-            ]
+            parts = cut_for_ranks(batch, cp)
+            slices = [{name: part.clone() for name, part in own.items()} for own in parts]
         cut = time.perf_counter() - start
         got = ways[way](slices)
         seconds = time.perf_counter() - start

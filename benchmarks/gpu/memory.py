@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu.report import Report, Setting, short
 from benchmarks.gpu.throughput import REHEARSAL_SHAPE, SHAPE
+from benchmarks.planner_cases import FULL, OFFLOAD, REUSE, small_config
 
 #: Largest relative difference of prediction and measurement. What a plan cannot know: how torch's
 #: allocator rounds (512 bytes, 2 MiB), and the workspaces of cuBLAS.
@@ -38,22 +39,13 @@ class Case:
 def cases(*, rehearsal: bool) -> list[Case]:
     """Every layer checkpointed; then tiles; then all levers at two lengths."""
     length, tile, chunks = (128, 32, 2) if rehearsal else (32_768, 4096, 8)
-    checkpointed: dict[str, Any] = {"enable_activation_checkpointing": True}
-    tiled = checkpointed | {"mlp_tile_tokens": tile}
-    levers = tiled | {
-        "attention_head_chunks": chunks,
-        "enable_activation_offloading": True,
-        "optimizer_on_host": True,
-        "loss": {
-            "_component_": "torchtune_cp.training.loss.LinearCrossEntropyLoss",
-            "reuse_hidden": True,
-        },
-    }
+    tiled = FULL | {"mlp_tile_tokens": tile}
+    levers = tiled | OFFLOAD | REUSE | {"attention_head_chunks": chunks, "optimizer_on_host": True}
     return [
-        Case("checkpointed", length, checkpointed),
-        Case("checkpointed", 4 * length, checkpointed),
+        Case("checkpointed", length, FULL),
+        Case("checkpointed", 4 * length, FULL),
         Case("tiled MLP", 4 * length, tiled),
-        Case("optimizer in backward", 4 * length, checkpointed | {"optimizer_in_bwd": True}),
+        Case("optimizer in backward", 4 * length, FULL | {"optimizer_in_bwd": True}),
         Case("all levers", 4 * length, levers),
         Case("all levers", 8 * length, levers),
     ]
@@ -71,8 +63,6 @@ class _Constant:
 
 
 def _config(case: Case, shape: dict[str, Any], device: str) -> Any:
-    from benchmarks.planner_cases import small_config
-
     model = {"max_seq_len": case.seq_len, **shape}
     return small_config(device=device, model=model, **case.keys)
 

@@ -166,6 +166,13 @@ def _tensor_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _set_in_datasets(values: Mapping[str, Any], key: str, argument: str) -> list[bool]:
+    """Of each data set under a key, a single one or a list, whether an argument is set to something."""
+    node = values.get(key)
+    parts = node if isinstance(node, list) else [node]
+    return [bool(isinstance(part, Mapping) and part.get(argument)) for part in parts]
+
+
 def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
     if "sequence_format" not in values:
         return  # another recipe's config
@@ -183,11 +190,8 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
             " parallelism cuts their sequences, FSDP their weights"
         )
     for key in ("dataset", "dataset_val"):
-        node = values.get(key)
-        for part in node if isinstance(node, list) else [node]:
-            if isinstance(part, Mapping) and part.get("packed"):
-                yield f"{key}.packed: must be false: sequence_format=thd packs, after masking"
-                break
+        if any(_set_in_datasets(values, key, "packed")):
+            yield f"{key}.packed: must be false: sequence_format=thd packs, after masking"
     if values.get("token_micro_batch_size") is not None:
         if values["sequence_format"] != "thd":
             yield "sequence_format: must be thd with token_micro_batch_size"
@@ -196,19 +200,15 @@ def _masked_lm(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _streaming(values: Mapping[str, Any]) -> Iterator[str]:
-    def streams(key: str) -> list[bool]:
-        node = values.get(key)
-        parts = node if isinstance(node, list) else [node]
-        return [bool(isinstance(part, Mapping) and part.get("streaming")) for part in parts]
-
-    if any(streams("dataset_val")):
+    if any(_set_in_datasets(values, "dataset_val", "streaming")):
         yield "dataset_val.streaming: must be false: validation reads every sample exactly once"
-    if not any(streams("dataset")):
+    streamed = _set_in_datasets(values, "dataset", "streaming")
+    if not any(streamed):
         return
     if "sequence_format" not in values:
         yield "dataset.streaming: must be false; esm2_mlm_distributed can stream proteins"
         return
-    if len(streams("dataset")) > 1:
+    if len(streamed) > 1:
         yield "dataset: must be a single one with streaming=true"
     if values.get("max_steps_per_epoch") is None:
         yield "max_steps_per_epoch: must be set with dataset.streaming=true: the data never end"

@@ -151,7 +151,8 @@ class Parcel:
         """
         row = place // self._copies - self._first_row if self._copies else 0
         part = self._buffers[row, begin:end]
-        return F.pad(part, (0, end - begin - len(part)))
+        lacking = end - begin - len(part)
+        return F.pad(part, (0, lacking)) if lacking else part  # padding by nothing copies, too
 
 
 class SliceChannel:

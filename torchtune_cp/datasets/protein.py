@@ -149,7 +149,7 @@ def protein_dataset(
             `<eos>` at the cut, and further pieces no `<cls>`: it does not end there.
         add_eos: End each protein with the end-of-text token.
         min_tokens: Leave out shorter proteins.
-        max_rows: Use only the first so many proteins.
+        max_rows: Use only the first so many proteins; streaming: rows, those left out included.
         on_bad_row: "error" or "skip".
         packed: Put several proteins into each sample, up to `max_seq_len` tokens; see `PackedDataset`.
         split_across_pack: Packed: whether one may be cut where a pack ends.

@@ -72,9 +72,6 @@ class StreamedBatches(Dataset):
         self._make_batches = make_batches
         self._shuffle = shuffle
         self._seed = seed
-        self._held: tuple[_Held, ...] = ()
-        self._next = (0, StreamPlace())
-        self._coming: Iterator[_Held] = iter(())
         self.order_settings = f"shuffle_buffer_size {stream.buffer_size}" + (
             f", {settings}" if settings else ""
         )
@@ -88,7 +85,7 @@ class StreamedBatches(Dataset):
         """
         fields = dict(place)
         self._next = fields.pop("first", 0), StreamPlace(**fields)
-        self._held = ()
+        self._held: tuple[_Held, ...] = ()
         self._coming = self._read(*self._next)
 
     def place_of(self, index: int) -> dict[str, int]:

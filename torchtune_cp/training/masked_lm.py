@@ -165,14 +165,15 @@ def _masked_samples(
     parts = [instantiate(node, tokenizer) for node in nodes]
     masking = instantiate(cfg.masking, tokenizer, seed=seed)
     if isinstance(parts[0], SampleStream):
-        settings = [f"token_micro_batch_size {cfg.token_micro_batch_size}"]
-        settings += [f"oversize {cfg.oversize}", f"packing_strategy {cfg.packing_strategy}"]
+        keys = ["token_micro_batch_size"]
+        if cfg.token_micro_batch_size is not None:
+            keys += ["oversize", "packing_strategy"]
         return StreamedBatches(
             parts[0],
             partial(_batches_of_buffer, cfg, masking),
             shuffle=shuffle,
             seed=seed,
-            settings=", ".join(settings if cfg.token_micro_batch_size else settings[:1]),
+            settings=", ".join(f"{key} {getattr(cfg, key)}" for key in keys),
         )
     masked = MaskedDataset(parts[0] if len(parts) == 1 else ConcatDataset(parts), masking)
     return _batches(cfg, masked)

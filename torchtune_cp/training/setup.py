@@ -136,8 +136,7 @@ def build_model(
     chunks = head_chunks(cfg, model)
     if chunks is not None:
         assert isinstance(model, TransformerDecoder)  # refused for others
-        tile = {} if cfg.mlp_tile_tokens is None else {"tile_tokens": cfg.mlp_tile_tokens}
-        apply_chunked_attention(model, chunks, **tile)
+        apply_chunked_attention(model, chunks, cfg.mlp_tile_tokens)
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():

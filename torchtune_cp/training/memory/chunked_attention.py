@@ -348,7 +348,7 @@ class _HalfLayer(torch.autograd.Function):
 
 
 def apply_chunked_attention(
-    model: TransformerDecoder, heads: HeadChunks, tile_tokens: int = TILE_TOKENS
+    model: TransformerDecoder, heads: HeadChunks, tile_tokens: int | None = None
 ) -> None:
     """Compute the first half of every layer (norm, attention, residual) a chunk of heads at a time.
 
@@ -361,8 +361,8 @@ def apply_chunked_attention(
         model: A model with ``layers``; may be on the meta device. Without tensor parallelism and float8.
         heads: How its heads are divided.
         tile_tokens: Tokens that are normed and projected at a time, counted along the sequence of this
-            rank.
+            rank; None = ``TILE_TOKENS``.
     """
     for module in model.layers:
         layer: Any = module
-        layer.attend = _ChunkedAttention(layer, heads, tile_tokens)
+        layer.attend = _ChunkedAttention(layer, heads, tile_tokens or TILE_TOKENS)
