@@ -1,6 +1,10 @@
 # make quickstart   the main job on real input: two context-parallel ranks fine-tune a real model
 # make test         the default test suite
+# make test-fast    the tests of one process each
+# make test-all     the default suite, then the slow part
 # make lint         ruff and mypy
+# make docs         the documentation site, in build/site
+# make wheel        the wheel and the source distribution, in dist
 # All of them make .venv first, with the versions that constraints.txt pins, and again only when
 # pyproject.toml or constraints.txt has changed.
 
@@ -9,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install quickstart test lint
+.PHONY: install quickstart test test-fast test-all lint docs wheel
 
 install: $(INSTALLED)
 
@@ -27,7 +31,19 @@ quickstart: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not distributed and not slow and not gpu and not multi_gpu"
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build --outdir dist

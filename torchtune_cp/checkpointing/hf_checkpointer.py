@@ -110,7 +110,7 @@ class FullModelHFCheckpointer:
         Args:
             checkpoint_dir: A Hugging Face folder, or None.
             checkpoint_files: Names of the weight files; by default those that the folder's index
-            names.
+                names.
             model_type: For example ``LLAMA3``; only compared with the folder's ``config.json``.
             output_dir: Where :meth:`save_final` writes ``final/``.
             adapter_checkpoint: Not available here: only None.
@@ -198,7 +198,7 @@ class FullModelHFCheckpointer:
         Args:
             model: The live model; its parameters may be sharded (DTensor).
             tokenizer: Its files are laid beside the weights; None copies those of
-            ``checkpoint_dir``.
+                ``checkpoint_dir``.
             folder: Where to write; default ``<output_dir>/final``.
             dtype: The type to write; default that of the weights in ``checkpoint_dir``, or of the
                 model's parameters when it started from random weights.

@@ -42,7 +42,7 @@ class TensorBoardLogger:
 
         Raises:
             UserError: tensorboard is not installed, a key is unknown, or the folder cannot be
-            written.
+                written.
         """
         refuse_unknown_keys("TensorBoardLogger", other, {"log_dir", "organize_logs"})
         try:
