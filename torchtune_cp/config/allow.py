@@ -171,11 +171,11 @@ def described(path: str, role: str | None) -> str:
 
 
 def trust_advice(path: str) -> str:
-    """Say how a user allows a path's package; nothing for a package with lists of its own above."""
-    package = path.partition(".")[0]
-    if package == _OWN_PACKAGE:
+    """Say how a user allows more than is listed; nothing for this project, which lists all it has."""
+    if path.startswith(f"{_OWN_PACKAGE}."):
         return ""
-    return f"; {ALLOW_VARIABLE}={package} in the environment allows a package that you trust"
+    module = path.rpartition(".")[0]
+    return f"; {ALLOW_VARIABLE}={module} in the environment allows a module that you trust"
 
 
 _trusted_folders: list[Path] = []

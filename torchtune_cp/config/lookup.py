@@ -122,4 +122,6 @@ def _check_kind(found: Any, path: str, key: str) -> None:
     for defined in (found, found.__self__) if is_class_method else (found,):
         if not allow.may_call(defined):
             home = getattr(defined, "__module__", None) or "an unknown module"
-            raise _refused(path, key, f"it was defined in {home}{allow.trust_advice(home)}")
+            raise _refused(
+                path, key, f"it was defined in {home}, which {allow.ALLOW_VARIABLE} does not name"
+            )

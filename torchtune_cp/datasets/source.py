@@ -95,6 +95,7 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
     # Imported here: it takes a second, and text_folder_dataset does without.
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # asks a server, for local files too
     try:
         with _quiet():
             return datasets.load_dataset(source, split=split, **kwargs)
