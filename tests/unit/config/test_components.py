@@ -103,7 +103,8 @@ def test_nothing_beside_the_components_can_be_named() -> None:
             assert component is None or id(component) in components
             named += component is not None
             assert component is None or component is found, path
-            for inner in vars(found) if isinstance(found, type) else ():
+            defined_here = getattr(found, "__module__", None) == module.__name__
+            for inner in vars(found) if isinstance(found, type) and defined_here else ():
                 assert allow.find(f"{path}.{inner}", None) is None, (path, inner)
     assert named > len(components)  # where they are listed, and where they are defined
 
@@ -139,21 +140,6 @@ def test_a_refusal_says_what_the_key_takes_the_nearest_first() -> None:
     for path, _ in allow.ROLES["tokenizer"][0].components("tokenizer"):
         assert path in line
     assert allow.ALLOW_VARIABLE not in line  # all that this project has is listed already
-
-
-def test_what_is_not_listed_is_not_imported_for_a_message() -> None:
-    script = (
-        "import sys; from torchtune_cp.config import get_component, ConfigError\n"
-        "try: get_component('antigravity.webbrowser.open', 'optimizer')\n"
-        "except ConfigError as error: print(error)\n"
-        "print([n for n in ('antigravity', 'transformers', 'torchao') if n in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    said, imported = done.stdout.splitlines()
-    assert "torchao.optim.*" in said
-    assert imported == "[]"
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))
@@ -261,16 +247,22 @@ def test_an_attack_is_one_line_with_exit_code_2_and_touches_nothing(
     assert sorted(p.name for p in victim.iterdir()) == ["metrics.jsonl"]
 
 
-def test_an_attack_is_refused_by_the_real_commands_and_by_a_recipe_of_ones_own(
+def test_an_attack_is_refused_by_a_recipe_of_ones_own_and_by_the_shipped_one_without_tune(
     victim: Path,
 ) -> None:
-    """Each in a process: the command, the shipped recipe by itself, and a recipe without a schema."""
+    # In processes. What a refusal is about, and what it lists, is not imported for it.
     config = _attack("tokenizer", victim)
     mine = victim.parent / "mine.py"
     mine.write_text(
+        "import sys\n"
         "from torchtune_cp import config\n"
         "@config.parse\n"
         "def main(cfg):\n"
+        "    try:\n"
+        "        config.instantiate({'_component_': 'antigravity.webbrowser.open'})\n"
+        "    except config.ConfigError:\n"
+        "        for name in ('antigravity', 'transformers', 'torchao'):\n"
+        "            assert name not in sys.modules\n"
         "    config.instantiate(cfg.tokenizer)\n"
         "if __name__ == '__main__':\n"
         "    main()\n"
