@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -24,6 +25,7 @@ from torchtune_cp.config.suggest import did_you_mean
 ALLOW_VARIABLE = "TUNE_ALLOW_COMPONENTS"
 
 _OWN_PACKAGE = "torchtune_cp"
+_COMPONENT_KEY = re.compile(r"(\w+?)(?:\.\d+|\[\d+\])?(?:\._component_)?")
 #: How many names a refusal lists.
 _SHOWN = 12
 
@@ -124,14 +126,12 @@ ROLES: dict[str, tuple[_Source, ...]] = {
 
 
 def role_of(key: str) -> str | None:
-    """Return the role of a config key (``dataset.0`` has that of ``dataset``).
+    """Return the role of a config key; an item of ``dataset``, ``dataset.0`` or ``dataset[0]``, has its role.
 
     None of a key of a user's own recipe, where any component may stand.
     """
-    parts = key.removesuffix("._component_").split(".")
-    if len(parts) == 2 and parts[1].isdigit():
-        parts.pop()
-    name = "dataset" if parts == ["dataset_val"] else ".".join(parts)
+    found = _COMPONENT_KEY.fullmatch(key)
+    name = "dataset" if found and found[1] == "dataset_val" else found and found[1]
     return name if name in ROLES else None
 
 

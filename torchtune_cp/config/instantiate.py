@@ -73,7 +73,7 @@ def _plain(node: DictConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not isinstance(node, (DictConfig, Mapping)):
         raise ConfigError(f"expected a component {{{COMPONENT}: path, ...}}, got {node!r}")
     cfg = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
-    key = cfg._get_full_key(None)
+    key = cfg._get_full_key(COMPONENT).removesuffix(COMPONENT).rstrip(".")
     try:
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

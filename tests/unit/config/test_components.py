@@ -119,6 +119,16 @@ def test_each_component_may_be_named_under_its_own_key_alone(role: str) -> None:
             assert allow.find(path, role) is None, path
 
 
+def test_an_item_of_a_list_has_the_role_of_its_key_and_a_nested_node_has_none() -> None:
+    for key in ("dataset", "dataset.0", "dataset[11]", "dataset_val", "dataset_val[0]._component_"):
+        assert allow.role_of(key) == "dataset"
+    for key in ("_component_", "", "model.rope", "model.attn_dropout._component_", "teacher"):
+        assert allow.role_of(key) is None
+    cfg = OmegaConf.create({"dataset": [{"_component_": "torchtune_cp.data.byte_tokenizer"}]})
+    with pytest.raises(ConfigError, match=r"dataset takes torchtune_cp\.datasets"):
+        instantiate(cfg.dataset[0])
+
+
 def test_every_component_key_has_a_role() -> None:
     from torchtune_cp.config.schema import _keys
 
