@@ -158,11 +158,12 @@ def find(path: str, role: str | None) -> Callable[..., Any] | None:
 def described(path: str, role: str | None) -> str:
     """Say what may stand in place of a path, the nearest name first."""
     names = []
+    imported = (_OWN_PACKAGE, "torch", path.partition(".")[0])
     for name in [role] if role else ROLES:
         for source in ROLES[name]:
-            if source.package in (_OWN_PACKAGE, "torch"):
+            if source.package in imported:
                 names += [listed for listed, _ in source.components(name)]
-            else:  # not imported for a message
+            else:  # no package is imported for a message
                 names.append(f"{source.module}.*")
     names.sort(key=lambda name: -SequenceMatcher(None, path, name).ratio())
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -150,6 +150,8 @@ def test_a_refusal_says_what_the_key_takes_the_nearest_first() -> None:
     for path, _ in allow.ROLES["tokenizer"][0].components("tokenizer"):
         assert path in line
     assert allow.ALLOW_VARIABLE not in line  # all that this project has is listed already
+    with pytest.raises(ConfigError, match=r"did you mean torchao\.optim\.AdamW8bit\? \(optimizer"):
+        get_component("torchao.optim.AdamW8bits", "optimizer._component_")
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))
