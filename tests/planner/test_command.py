@@ -86,7 +86,11 @@ def test_packed_rows_are_planned_by_documents_and_the_plan_says_so(capsys):
         (("--suggest", "--exact"), "--suggest: goes without"),
         (("--max-seq-len",), "--max-seq-len: this device's memory has no limit"),
         (("optimizer.lr=-1", "batch_size=0"), "batch_size"),
-        (("model._component_=torch.nn.Identity",), "a plan is made for the decoders"),
+        (
+            ("~model", "model._component_=torchtune_cp.models.esm2.esm2_8m"),
+            "a plan is made for the decoders",
+        ),
+        (("model._component_=torch.nn.Identity",), "'torch.nn.Identity' is refused"),
     ],
 )
 def test_refusals_are_lines_without_a_traceback(words, said, capsys):

@@ -6,6 +6,9 @@ from torchtune_cp.checkpointing.hf_checkpointer import FullModelHFCheckpointer
 from torchtune_cp.checkpointing.hf_safetensors import save_hf_folder
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 
+#: What a config may name, by key; see `torchtune_cp.config.allow`.
+COMPONENTS = {"checkpointer": ("FullModelHFCheckpointer",)}
+
 __all__ = [
     "Agreement",
     "FullModelHFCheckpointer",

@@ -5,9 +5,10 @@
 
 from torchtune_cp.config.combinations import degrees_problem, tensor_parallel_problems
 from torchtune_cp.config.entry_point import parse
-from torchtune_cp.config.instantiate import component_callable, get_component, instantiate
+from torchtune_cp.config.instantiate import component_callable, instantiate
 from torchtune_cp.config.load import load, load_argv
 from torchtune_cp.config.locate import find_config, find_recipe
+from torchtune_cp.config.lookup import get_component
 from torchtune_cp.config.schema import (
     FullFinetuneConfig,
     MaskedLMConfig,

@@ -24,7 +24,7 @@ from torchtune_cp.config import allow
 from torchtune_cp.config.load import load_argv
 from torchtune_cp.config.locate import recipes_dir
 from torchtune_cp.config.run_folder import RunFolder, is_running
-from torchtune_cp.config.schema import FullFinetuneConfig, to_typed
+from torchtune_cp.config.schema import FullFinetuneConfig, component_problems, to_typed
 from torchtune_cp.config.secrets import mask_text
 from torchtune_cp.errors import EXIT_STOPPED, ConfigError, RunStopped, UserError
 
@@ -110,6 +110,8 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
         show_traceback = show_traceback or str(cfg.get("log_level")).upper() == "DEBUG"
         if schema is not None:
             cfg = to_typed(cfg, schema, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+            if problems := component_problems(cfg):
+                raise ConfigError(problems)
         result = main(cfg)
     except KeyboardInterrupt:
         _exit_now(EXIT_INTERRUPTED)

@@ -1,9 +1,7 @@
 """From ``{_component_: dotted.path, argument: value}`` to the object it describes."""
 
 import functools
-import importlib
 import inspect
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config import allow, torchtune_names
+from torchtune_cp.config.lookup import get_component
 from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
@@ -22,7 +21,8 @@ _RUNS_DOWNLOADED_CODE = ("trust_remote_code",)
 def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Build the object that a component node describes.
 
-    Components nested in its arguments (in mappings and lists, at any depth) are built first.
+    A component of the user's own may have components among its arguments (in mappings and lists, at any
+    depth), which are built first; no other takes any.
 
     Args:
         node: ``{_component_: dotted.path, argument: value, ...}``; None gives None.
@@ -42,19 +42,25 @@ def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwarg
     return _build(tree, key, args, kwargs)
 
 
-def component_callable(node: DictConfig | Mapping[str, Any] | str) -> Callable[..., Any]:
+def component_callable(
+    node: DictConfig | Mapping[str, Any] | str, key: str = COMPONENT
+) -> Callable[..., Any]:
     """Return a component as a callable instead of calling it (a collate function).
 
     Args:
         node: A dotted path, or a component node whose arguments are bound to the callable.
+        key: The config key of a dotted path; a node knows its own.
 
     Raises:
         ConfigError: As :func:`instantiate`.
     """
     if isinstance(node, str):
-        return get_component(node)
+        return get_component(node, key)
     tree, key = _plain(node)
     component = get_component(tree[COMPONENT], _join(key, COMPONENT))
+    problems = _argument_problems(tree, key)
+    if problems:
+        raise ConfigError(problems)
     arguments = _arguments(tree, key)
     return functools.partial(component, **arguments) if arguments else component
 
@@ -67,7 +73,7 @@ def _plain(node: DictConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if not isinstance(node, (DictConfig, Mapping)):
         raise ConfigError(f"expected a component {{{COMPONENT}: path, ...}}, got {node!r}")
     cfg = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
-    key = cfg._get_full_key(None)
+    key = cfg._get_full_key(COMPONENT).removesuffix(COMPONENT).rstrip(".")
     try:
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -105,112 +111,6 @@ def _build(
     return component(*args, **{**_arguments(tree, key), **kwargs})
 
 
-def get_component(path: str, key: str = COMPONENT) -> Callable[..., Any]:
-    """Return the class or function that a dotted path names.
-
-    Args:
-        path: A dotted path; ``torchtune.`` names resolve to this project's equivalents.
-        key: The config key that holds it, for messages.
-
-    Raises:
-        ConfigError: No such module or name, or one that a config may not name (see
-            :mod:`torchtune_cp.config.allow`).
-    """
-    try:
-        target = torchtune_names.resolve(path)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from None
-    parts = target.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ConfigError(f"{key}: {path!r} is no dotted path of a class or function")
-    if not allow.may_name(target):
-        raise _refused(path, key, "is not among the packages that a config may name")
-    if not allow.allowed_by_user(target) and any(part.startswith("_") for part in parts):
-        raise _refused(path, key, "leads through a private name")
-    found = _walk(target, path, key)
-    _check_kind(found, target, path, key)
-    return found
-
-
-def _refused(path: str, key: str, why: str) -> ConfigError:
-    package = path.partition(".")[0]
-    return ConfigError(
-        f"{key}: {path!r} is refused: it {why} ({allow.describe()});"
-        f" {allow.ALLOW_VARIABLE}={package} in the environment allows a package that you trust"
-    )
-
-
-def _walk(target: str, path: str, key: str) -> Any:
-    parts = target.split(".")
-    module = _import(parts[0], path, key)
-    found: Any = module
-    for position, part in enumerate(parts[1:], start=1):
-        is_last = position == len(parts) - 1
-        attribute = getattr(found, part, None)
-        if isinstance(found, types.ModuleType) and (attribute is None or not is_last):
-            submodule = _import_submodule(found.__name__, part, path, key)
-            attribute = submodule if submodule is not None else attribute
-        if attribute is None:
-            raise ConfigError(
-                f"{key}: {path!r} does not exist: {'.'.join(parts[:position])} has no"
-                f" {part!r}{did_you_mean(part, _public_names(found, modules=not is_last))}"
-            )
-        if isinstance(attribute, types.ModuleType) and attribute.__name__ != ".".join(
-            parts[: position + 1]
-        ):
-            raise _refused(path, key, f"reaches the module {attribute.__name__} sideways")
-        found = attribute
-    return found
-
-
-def _public_names(found: object, *, modules: bool) -> list[str]:
-    return [
-        name
-        for name in dir(found)
-        if not name.startswith("_")
-        and isinstance(getattr(found, name, None), types.ModuleType) is modules
-    ]
-
-
-def _import(name: str, path: str, key: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            raise ConfigError(f"{key}: {path!r}: the package {name!r} is not installed") from None
-        raise ConfigError(f"{key}: {path!r}: importing {name} needs {error.name!r}") from None
-
-
-def _import_submodule(parent: str, name: str, path: str, key: str) -> types.ModuleType | None:
-    full = f"{parent}.{name}"
-    try:
-        return importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        # "parent is not a package" carries the same name as "no such submodule".
-        if error.name == full:
-            return None
-        raise ConfigError(f"{key}: {path!r}: importing {full} needs {error.name!r}") from None
-
-
-def _check_kind(found: Any, target: str, path: str, key: str) -> None:
-    if isinstance(found, types.ModuleType):
-        raise ConfigError(
-            f"{key}: {path!r} is a module, not a class or function"
-            f"; it has {', '.join(_public_names(found, modules=False)[:12])}"
-        )
-    is_class_method = inspect.ismethod(found) and inspect.isclass(found.__self__)
-    is_plain_function = inspect.isfunction(found) and "." not in found.__qualname__.replace(
-        "<locals>.", ""
-    )
-    if not (inspect.isclass(found) or is_class_method or is_plain_function):
-        raise _refused(path, key, "is neither a class, a function nor a class method")
-    home = getattr(found, "__module__", None) or ""
-    if not allow.may_define(home):
-        raise _refused(path, key, f"was defined in {home or 'an unknown module'}")
-    if is_class_method and not allow.may_define(found.__self__.__module__):
-        raise _refused(path, key, f"belongs to {found.__self__.__module__}")
-
-
 def node_problems(
     tree: Mapping[str, Any], key: str, *, positional: int = 0, supplied: Collection[str] = ()
 ) -> list[str]:
@@ -236,24 +136,40 @@ def node_problems(
         return error.problems
     names = [name for name in tree if name != COMPONENT]
     problems = _signature_problems(component, path, key, names, positional, supplied)
-    for name in names:
-        if name in _RUNS_DOWNLOADED_CODE and tree[name] and not allow.allowed_by_user(path):
-            problems.append(
-                f"{_join(key, name)}: running code that comes with a download is refused;"
-                f" {allow.ALLOW_VARIABLE}={path.partition('.')[0]} in the environment allows it"
-            )
-        problems += _nested_problems(tree[name], _join(key, name))
+    return problems + _argument_problems(tree, key)
+
+
+def _argument_problems(tree: Mapping[str, Any], key: str) -> list[str]:
+    """What the arguments of a component would run: downloaded code, or components where it takes none."""
+    path = tree[COMPONENT]
+    is_users_own = allow.allowed_by_user(torchtune_names.resolve(path))
+    problems = []
+    for name, value in tree.items():
+        where = _join(key, name)
+        if name in _RUNS_DOWNLOADED_CODE and value and not is_users_own:
+            problems.append(f"{where}: running code that comes with a download is refused")
+        if name == "source" and not is_users_own and (problem := allow.source_problem(value)):
+            problems.append(f"{where}: {problem}")
+        problems += _nested_problems(value, where, path, takes_components=is_users_own)
     return problems
 
 
-def _nested_problems(value: Any, key: str) -> list[str]:
+def _nested_problems(value: Any, key: str, outer: str, *, takes_components: bool) -> list[str]:
     if isinstance(value, dict):
-        if COMPONENT in value:
+        if COMPONENT in value and takes_components:
             return node_problems(value, key)
-        return [p for k, v in value.items() for p in _nested_problems(v, _join(key, str(k)))]
-    if isinstance(value, list):
-        return [p for i, v in enumerate(value) for p in _nested_problems(v, f"{key}.{i}")]
-    return []
+        if COMPONENT in value:
+            return [f"{key}: {outer} takes no component here, got {value[COMPONENT]!r}"]
+        inner = [(_join(key, str(name)), item) for name, item in value.items()]
+    elif isinstance(value, list):
+        inner = [(f"{key}.{i}", item) for i, item in enumerate(value)]
+    else:
+        return []
+    return [
+        problem
+        for where, item in inner
+        for problem in _nested_problems(item, where, outer, takes_components=takes_components)
+    ]
 
 
 def _signature_problems(

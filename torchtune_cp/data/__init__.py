@@ -28,6 +28,22 @@ from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.token_budget import TokenBudgetDataset
 from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer
 
+#: What a config may name, by key; see `torchtune_cp.config.allow`.
+COMPONENTS = {
+    "collate_fn": ("collate", "padded_collate_sft"),
+    "masking": ("mlm_masking",),
+    "tokenizer": (
+        "byte_tokenizer",
+        "esm_tokenizer",
+        "hf_tokenizer",
+        "llama2_tokenizer",
+        "llama3_tokenizer",
+        "mistral_tokenizer",
+        "qwen2_5_tokenizer",
+        "qwen3_tokenizer",
+    ),
+}
+
 __all__ = [
     "CROSS_ENTROPY_IGNORE_IDX",
     "CPDataLoader",

@@ -12,6 +12,20 @@ from torchtune_cp.datasets.streamed_batches import StreamedBatches
 from torchtune_cp.datasets.text_completion import text_completion_dataset
 from torchtune_cp.datasets.text_folder import text_folder_dataset
 
+#: What a config may name, by key; see `torchtune_cp.config.allow`.
+COMPONENTS = {
+    "dataset": (
+        "alpaca_cleaned_dataset",
+        "alpaca_dataset",
+        "chat_dataset",
+        "example_protein_dataset",
+        "instruct_dataset",
+        "protein_dataset",
+        "text_completion_dataset",
+        "text_folder_dataset",
+    )
+}
+
 __all__ = [
     "DatasetStats",
     "PackStats",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_cp.config.allow import source_problem
 from torchtune_cp.errors import UserError
 
-LOCAL_SOURCES = ("json", "text", "csv", "parquet")
+LOCAL_SOURCES = ("json", "text", "csv", "parquet", "arrow")
 
 
 class Rows(Protocol):
@@ -27,8 +29,8 @@ def load_rows(
     """Load a table of rows with `datasets.load_dataset`, without progress bars.
 
     Args:
-        source: "json" (also JSON lines), "text" (one row a line, column "text"), "csv" or "parquet"
-            with `data_files`: local files, no network needed. Or a folder, or a hub data set's name.
+        source: "json" (also JSON lines), "text" (one row a line, column "text"), "csv", "parquet" or
+            "arrow" with `data_files`: local files, no network needed. Or a folder, or a hub data set's name.
         split: Which part, in the library's notation: "train", "train[:90%]", "train[100:]", ...
         max_rows: Take only the first so many rows.
         **kwargs: For `load_dataset`: `data_files`, `data_dir`, `name`, `revision`, ...
@@ -74,6 +76,8 @@ def load_streamed_rows(source: str, *, split: str, **kwargs: Any) -> Any:
 def _load(source: str, split: str | None, **kwargs: Any) -> Any:
     if not isinstance(split, str):
         raise UserError(f"dataset.split must be a string such as 'train', not {split!r}")
+    if (problem := source_problem(source)) is not None:
+        raise UserError(f"dataset.source: {problem}")
     if source in LOCAL_SOURCES:
         if not kwargs.get("data_files") and not kwargs.get("data_dir"):
             raise UserError(
@@ -82,10 +86,16 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
         for path in _local_paths(kwargs.get("data_files")):
             if not path.is_file():
                 raise UserError(f"dataset.data_files: {str(path)!r} does not exist")
+    elif source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source}"):
+        # One of the library's other readers, some of which unpickle or connect to what a file names.
+        raise UserError(
+            f"dataset.source={source!r} is not read here; files are read as {', '.join(LOCAL_SOURCES)}"
+        )
 
     # Imported here: it takes a second, and text_folder_dataset does without.
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # asks a server, for local files too
     try:
         with _quiet():
             return datasets.load_dataset(source, split=split, **kwargs)

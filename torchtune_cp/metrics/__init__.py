@@ -9,6 +9,9 @@ from torchtune_cp.metrics.text_loggers import DiskLogger, StdoutLogger
 from torchtune_cp.metrics.throughput import StepTimer
 from torchtune_cp.metrics.wandb import WandBLogger
 
+#: What a config may name, by key; see `torchtune_cp.config.allow`.
+COMPONENTS = {"metric_logger": ("DiskLogger", "StdoutLogger", "TensorBoardLogger", "WandBLogger")}
+
 __all__ = [
     "METRICS_NAME",
     "DiskLogger",

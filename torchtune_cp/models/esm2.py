@@ -4,6 +4,8 @@ from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.encoder import TransformerEncoder
 from torchtune_cp.models.encoder_config import EncoderConfig
 
+__all__ = ["esm2", "esm2_3b", "esm2_8m", "esm2_15b", "esm2_35m", "esm2_150m", "esm2_650m"]
+
 # num_layers, embed_dim, num_heads
 _SIZES = {
     "8M": (6, 320, 20),

@@ -3,6 +3,8 @@
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["llama2", "llama2_7b", "llama2_13b", "llama2_70b"]
+
 
 def llama2(
     vocab_size: int,

@@ -3,6 +3,8 @@
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["llama3", "llama3_8b", "llama3_70b"]
+
 
 def llama3(
     vocab_size: int,

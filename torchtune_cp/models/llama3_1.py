@@ -4,6 +4,8 @@ from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.config import RopeScaling
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["llama3_1", "llama3_1_8b", "llama3_1_70b", "llama3_1_405b"]
+
 
 def llama3_1(
     vocab_size: int,

@@ -3,6 +3,8 @@
 from torchtune_cp.models.llama3_1 import llama3_1
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["llama3_2", "llama3_2_1b", "llama3_2_3b"]
+
 
 def llama3_2(
     vocab_size: int,

@@ -3,6 +3,8 @@
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["mistral", "mistral_7b"]
+
 
 def mistral(
     vocab_size: int,

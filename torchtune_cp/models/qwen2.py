@@ -3,6 +3,8 @@
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["qwen2", "qwen2_0_5b", "qwen2_1_5b", "qwen2_7b"]
+
 
 def qwen2(
     vocab_size: int,

@@ -6,6 +6,21 @@ Base and instruct models differ in the context length and, from 14B up, in the n
 from torchtune_cp.models.qwen2 import qwen2
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = [
+    "qwen2_5_0_5b",
+    "qwen2_5_1_5b_base",
+    "qwen2_5_1_5b_instruct",
+    "qwen2_5_3b",
+    "qwen2_5_7b_base",
+    "qwen2_5_7b_instruct",
+    "qwen2_5_14b_base",
+    "qwen2_5_14b_instruct",
+    "qwen2_5_32b_base",
+    "qwen2_5_32b_instruct",
+    "qwen2_5_72b_base",
+    "qwen2_5_72b_instruct",
+]
+
 # vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim
 _SIZES = {
     "0.5B": (151_936, 24, 14, 2, 896, 4864),

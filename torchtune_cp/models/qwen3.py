@@ -6,6 +6,21 @@ Base and instruct models differ in the context length only.
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = [
+    "qwen3",
+    "qwen3_0_6b_base",
+    "qwen3_0_6b_instruct",
+    "qwen3_1_7b_base",
+    "qwen3_1_7b_instruct",
+    "qwen3_4b_base",
+    "qwen3_4b_instruct",
+    "qwen3_8b_base",
+    "qwen3_8b_instruct",
+    "qwen3_14b_base",
+    "qwen3_14b_instruct",
+    "qwen3_32b",
+]
+
 # num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim
 _SIZES = {
     "0.6B": (28, 16, 8, 1024, 3072),

@@ -3,6 +3,8 @@
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
+__all__ = ["smollm2", "smollm2_1_7b", "smollm2_135m", "smollm2_360m"]
+
 
 def smollm2(
     vocab_size: int,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -56,28 +55,6 @@ class _NoWeights:
 
     def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape)
-
-
-def planned_config(cfg: FullFinetuneConfig, num_layers: int | None) -> FullFinetuneConfig:
-    """The config that is simulated in place of a run's.
-
-    Args:
-        cfg: The run's.
-        num_layers: Layers to simulate, None for all.
-
-    Returns:
-        It on the CPU, without compilation, with fewer layers.
-    """
-    model = cfg.model
-    if num_layers is not None:
-        model = OmegaConf.create(
-            {
-                "_component_": "torchtune_cp.models.depth.first_layers",
-                "model": cfg.model,
-                "num_layers": num_layers,
-            }
-        )
-    return dataclasses.replace(cfg, device="cpu", compile=False, model=model)
 
 
 def _mesh_names(meshes: Meshes) -> Callable[[dist.ProcessGroup, str], str]:
@@ -230,7 +207,7 @@ def simulate(
     Returns:
         The step's trace.
     """
-    cfg = planned_config(cfg, num_layers)
+    cfg = dataclasses.replace(cfg, device="cpu", compile=False)
     separate_host = gpu if separate_host is None else separate_host
     offloads_shards = cfg.fsdp_cpu_offload and separate_host
     with contextlib.ExitStack() as stack:
@@ -262,7 +239,8 @@ def simulate(
         stack.enter_context(mode)
         stack.enter_context(tracker)
 
-        model = build_model(cfg, _NoWeights(), meshes, _CPU, seed=0)  # type: ignore[arg-type]
+        no_weights: Any = _NoWeights()
+        model = build_model(cfg, no_weights, meshes, _CPU, seed=0, num_layers=num_layers)
         optimizer, _, gradient_norm = build_optimizer(cfg, model, total_steps=2)
         if gpu:
             _step_as_on_gpu(optimizer)

@@ -8,6 +8,17 @@ from torchtune_cp.training.lr_schedulers import (
 )
 from torchtune_cp.training.profiler import setup_torch_profiler
 
+#: What a config may name, by key; see `torchtune_cp.config.allow`.
+COMPONENTS = {
+    "loss": ("LinearCrossEntropyLoss",),
+    "lr_scheduler": (
+        "get_constant_schedule_with_warmup",
+        "get_cosine_schedule_with_warmup",
+        "get_linear_schedule_with_warmup",
+    ),
+    "profiler": ("setup_torch_profiler",),
+}
+
 __all__ = [
     "LinearCrossEntropyLoss",
     "get_constant_schedule_with_warmup",

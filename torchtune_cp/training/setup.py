@@ -28,6 +28,7 @@ from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.report import RunReport
 from torchtune_cp.metrics.run_notes import RunNotes
 from torchtune_cp.models import LanguageModel, TransformerDecoder, TransformerEncoder
+from torchtune_cp.models.depth import first_layers
 from torchtune_cp.training.compile import compile_layers
 from torchtune_cp.training.fp8 import convert_to_float8
 from torchtune_cp.training.memory import (
@@ -93,6 +94,7 @@ def build_model(
     found: ResumePoint | None = None,
     *,
     kind: type[ModelT] = TransformerDecoder,  # type: ignore[assignment]
+    num_layers: int | None = None,
 ) -> ModelT:
     """Build the model on the meta device, shard it, and read into each rank what it holds.
 
@@ -106,6 +108,7 @@ def build_model(
             rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
             the place of the checkpointer's.
         kind: The models that the recipe trains.
+        num_layers: Keep only so many layers of a decoder: what a plan looks at.
 
     Raises:
         UserError: The config names something that is no such model, or weights of another model,
@@ -118,6 +121,9 @@ def build_model(
             f"model._component_={cfg.model['_component_']} builds a {type(model).__name__};"
             f" this recipe trains a {kind.__name__}: {_RECIPES[kind]}"
         )
+    if num_layers is not None:
+        assert isinstance(model, TransformerDecoder)
+        first_layers(model, num_layers)
     if cfg.enable_fp8_training:
         assert isinstance(model, TransformerDecoder)  # refused for others
         convert_to_float8(
@@ -306,7 +312,7 @@ def build_loader(
     """
     nodes = list(dataset) if isinstance(dataset, ListConfig) else [dataset]
     parts = [instantiate(node, tokenizer) for node in nodes]
-    collate = component_callable(cfg.collate_fn)
+    collate = component_callable(cfg.collate_fn, "collate_fn")
     if _compiles(cfg.compile, "model"):
         collate = bucketed(collate, longest=getattr(tokenizer, "max_seq_len", None))
     return build_dataloader(

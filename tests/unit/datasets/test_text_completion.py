@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,23 @@ class TestUnreadableData:
     def test_data_files_are_required_for_local_sources(self, tokenizer: HFTokenizer) -> None:
         with pytest.raises(UserError, match=r"source='text' needs dataset\.data_files"):
             text_completion_dataset(tokenizer, "text")
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("pandas", "files are read as json, text, csv, parquet, arrow"),
+            ("webdataset", "files are read as json"),
+            ("sql", "files are read as json"),
+            ("./rows.py", "is a program"),
+            ("https://host/rows.jsonl", "is a URL; give it as data_files"),
+        ],
+    )
+    def test_a_source_that_unpickles_or_runs_what_it_reads_is_refused(
+        self, tokenizer: HFTokenizer, tmp_path: Path, source: str, said: str
+    ) -> None:
+        (tmp_path / "rows.pkl").write_bytes(pickle.dumps({"text": "a"}))
+        with pytest.raises(UserError, match=said):
+            text_completion_dataset(tokenizer, source, data_files=str(tmp_path / "rows.pkl"))
 
     def test_broken_json_says_where(
         self, tokenizer: HFTokenizer, jsonl: Write, capfd: pytest.CaptureFixture[str]
