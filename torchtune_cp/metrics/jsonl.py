@@ -71,9 +71,9 @@ class MetricsFile:
                 file.flush()
                 os.fsync(file.fileno())
             if damage is not None:
-                aside = set_metrics_aside(output_dir, "damaged")
+                aside = None if damage.is_torn else set_metrics_aside(output_dir, "damaged")
                 kept = f"; the file as it was is now {aside.name}" if aside else ""
-                _LOG.warning("%s is damaged: %s%s", self.path, damage, kept)
+                _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
             os.replace(fresh, self.path)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:

@@ -26,12 +26,14 @@ class MetricsLine:
         text: Its bytes, with a newline at the end; empty when it cannot be read.
         record: What it says.
         problem: Why it cannot be read, None when it can.
+        is_torn: Whether it is the beginning of a line.
     """
 
     number: int
     text: bytes = b""
     record: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
+    is_torn: bool = False
 
 
 def metrics_lines(path: Path) -> Iterator[MetricsLine]:
@@ -66,10 +68,11 @@ def _parsed(number: int, text: bytes) -> MetricsLine:
     try:
         record = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError:
-        return MetricsLine(number, problem="is not UTF-8")
+        return MetricsLine(number, problem="is not UTF-8", is_torn=not text.endswith(b"\n"))
     except (ValueError, RecursionError):
-        half = "" if text.endswith(b"\n") else " (written in part only)"
-        return MetricsLine(number, problem=f"is not JSON{half}")
+        is_torn = not text.endswith(b"\n")
+        problem = "is written in part only" if is_torn else "is not JSON"
+        return MetricsLine(number, problem=problem, is_torn=is_torn)
     if not isinstance(record, dict):
         return MetricsLine(number, problem="is not a JSON object")
     if type(record.get("step")) is not int or record["step"] < 0:
@@ -90,7 +93,20 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [line.record for line in metrics_lines(Path(path)) if line.problem is None]
 
 
-def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> str | None:
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a metrics file.
+
+    Attributes:
+        said: The damage, and which steps are lost, in a line.
+        is_torn: Whether it is the last line's alone, which a crash has cut off: it will be written again.
+    """
+
+    said: str
+    is_torn: bool
+
+
+def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
     """Copy the lines up to a step, byte for byte; lines that cannot be read are left out.
 
     Args:
@@ -99,7 +115,7 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> str | None:
         last_step: The step up to which the run has been saved.
 
     Returns:
-        What is wrong with the file and which steps are lost; None when it is as a run left it.
+        What is wrong with the file; None when it is as a run left it.
     """
     bad: list[MetricsLine] = []
     steps: set[int] = set()
@@ -131,8 +147,10 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> str | None:
     if not problems:
         return None
     missing = [step for step in range(from_step or 1, last_step + 1) if step not in steps]
-    lost = f"the steps {_spans(missing)} are lost" if missing else "no step before it is lost"
-    return f"{'; '.join(problems)}; up to the checkpoint's step {last_step} {lost}"
+    lost = f"lost is step {_spans(missing)}" if missing else "no step is lost"
+    said = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
+    is_torn = len(problems) == len(bad) == 1 and bad[0].number == number and bad[0].is_torn
+    return Damage(said, is_torn and not missing)
 
 
 def _spans(steps: Sequence[int]) -> str:
