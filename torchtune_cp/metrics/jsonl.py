@@ -71,7 +71,7 @@ class MetricsFile:
                 file.flush()
                 os.fsync(file.fileno())
             if damage is not None:
-                aside = None if damage.is_torn else set_metrics_aside(output_dir, "damaged")
+                aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
                 kept = f"; the file as it was is now {aside.name}" if aside else ""
                 _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
             os.replace(fresh, self.path)

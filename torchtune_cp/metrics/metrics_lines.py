@@ -99,11 +99,12 @@ class Damage:
 
     Attributes:
         said: The damage, and which steps are lost, in a line.
-        is_torn: Whether it is the last line's alone, which a crash has cut off: it will be written again.
+        leaves_out: Whether there is something in it that is not copied, and that the run will not write
+            again (as it will a last line that a crash has cut off).
     """
 
     said: str
-    is_torn: bool
+    leaves_out: bool
 
 
 def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
@@ -121,6 +122,7 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
     steps: set[int] = set()
     problems: list[str] = []
     number = highest = from_step = 0
+    is_readable = True
     try:
         for line in metrics_lines(path):
             number = line.number
@@ -138,19 +140,20 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
                     from_step = from_step or (1 if bad else step)
                     steps.add(step)
     except (OSError, UserError) as error:
+        is_readable = False
         problems.append(str(error) if isinstance(error, UserError) else f"{error.strerror}")
     if bad:
         more = f" and {len(bad) - 1} more cannot be read" if len(bad) > 1 else ""
         problems.insert(0, f"line {bad[0].number} {bad[0].problem}{more}")
-    if number == 0 and not problems and last_step > 0:
-        problems.append("it is empty")
+    missing = [step for step in range(from_step or 1, last_step + 1) if step not in steps]
+    if missing and not problems:
+        problems.append("lines are missing" if number else "it is empty")
     if not problems:
         return None
-    missing = [step for step in range(from_step or 1, last_step + 1) if step not in steps]
     lost = f"lost is step {_spans(missing)}" if missing else "no step is lost"
     said = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
-    is_torn = len(problems) == len(bad) == 1 and bad[0].number == number and bad[0].is_torn
-    return Damage(said, is_torn and not missing)
+    is_torn = len(bad) == 1 and bad[0].number == number and bad[0].is_torn and not missing
+    return Damage(said, leaves_out=(bool(bad) and not is_torn) or not is_readable)
 
 
 def _spans(steps: Sequence[int]) -> str:
