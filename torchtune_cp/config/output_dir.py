@@ -7,21 +7,24 @@ is changed by either.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.config.output_lock import LOCK_NAME, OutputLock, Owner
 from torchtune_cp.config.overrides import COMPONENT
-from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.config.path_checks import (
+    Kind,
+    as_path,
+    cannot_write,
+    kind_problem,
+    write_and_delete,
+)
+from torchtune_cp.errors import ConfigError
 
 #: What a run writes into its ``output_dir`` (and the loggers' notes, and the lock).
 CONFIG_NAME = "config.yaml"
@@ -29,16 +32,6 @@ METRICS_NAME = "metrics.jsonl"
 CHECKPOINTS_NAME = "checkpoints"
 FINAL_NAME = "final"
 NOTES_NAME = "logger_run.json"
-
-_Kind = Literal["a folder", "a file"]
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
-# A full disk is no mistake in a config: the run has failed.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _held: OutputLock | None = None
 
@@ -51,13 +44,13 @@ class RunOutput:
         folder: Its ``output_dir``.
         resume: ``resume_from_checkpoint``.
         overwrite: Whether it may start anew where a run is.
-        logs: Further folders that it makes and writes into, by config key.
+        logs: Further folders and files that it makes or writes into: config key, path and kind.
     """
 
     folder: Path
     resume: bool | str
     overwrite: bool
-    logs: tuple[tuple[str, Path], ...]
+    logs: tuple[tuple[str, Path, Kind], ...]
 
     @classmethod
     def of(cls, cfg: DictConfig) -> RunOutput | None:
@@ -74,10 +67,10 @@ class RunOutput:
             return None
         resume = _value(cfg, "resume_from_checkpoint")
         return cls(
-            folder=_path("output_dir", given),
+            folder=as_path("output_dir", given),
             resume=resume if isinstance(resume, bool | str) else False,
             overwrite=_value(cfg, "overwrite") is True,
-            logs=tuple((key, _path(key, text)) for key, text in _log_folders(cfg)),
+            logs=tuple(_log_paths(cfg)),
         )
 
     def check(self) -> None:
@@ -87,19 +80,19 @@ class RunOutput:
             ConfigError: With every path that cannot be written, one line each.
         """
         folder = self.folder
-        wanted: list[tuple[str, Path, _Kind]] = [("output_dir", folder, "a folder")]
+        wanted: list[tuple[str, Path, Kind]] = [("output_dir", folder, "a folder")]
         names = [CONFIG_NAME, NOTES_NAME, LOCK_NAME]
         if not self.resume:
             names.append(METRICS_NAME)  # a resumed run moves a damaged one aside
-        if _kind_problem(folder, "a folder") is None:
+        if kind_problem(folder, "a folder") is None:
             wanted += [("output_dir", folder / name, "a file") for name in names]
             subfolders = (CHECKPOINTS_NAME, FINAL_NAME)
             wanted += [("output_dir", folder / name, "a folder") for name in subfolders]
-        wanted += [(key, path, "a folder") for key, path in self.logs]
+        wanted += self.logs
         problems = [
             f"{key}: {problem}"
             for key, path, kind in wanted
-            if (problem := _kind_problem(path, kind))
+            if (problem := kind_problem(path, kind))
         ]
         final = folder / FINAL_NAME
         if os.path.ismount(final):
@@ -168,26 +161,22 @@ class RunOutput:
             ConfigError: With every path that cannot be written, one line each.
             UserError: A disk is full.
         """
-        folders = [("output_dir", self.folder), *self.logs]
-        folders += [
-            ("output_dir", self.folder / name)
-            for name in (CHECKPOINTS_NAME, FINAL_NAME)
-            if (self.folder / name).is_dir()
-        ]
-        files = [self.folder / name for name in (CONFIG_NAME, NOTES_NAME, METRICS_NAME)]
+        paths: list[tuple[str, Path, Kind]] = [("output_dir", self.folder, "a folder"), *self.logs]
+        for name in (CHECKPOINTS_NAME, FINAL_NAME):
+            if (self.folder / name).is_dir():
+                paths.append(("output_dir", self.folder / name, "a folder"))
+        for name in (CONFIG_NAME, NOTES_NAME, METRICS_NAME):
+            paths.append(("output_dir", self.folder / name, "a file"))
         problems = []
-        for key, path in folders:
+        for key, path, kind in paths:
             try:
-                _make(path)
-                _write_and_delete(path)
-            except OSError as error:
-                problems.append(_cannot_write(key, path, error))
-        for path in files:
-            try:
-                if path.is_file():
+                if kind == "a folder":
+                    path.mkdir(parents=True, exist_ok=True)
+                    write_and_delete(path)
+                elif path.is_file():
                     os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
             except OSError as error:
-                problems.append(_cannot_write("output_dir", path, error))
+                problems.append(cannot_write(key, path, error))
         if problems:
             raise ConfigError(problems)
 
@@ -263,10 +252,10 @@ def release_output() -> None:
 
 def _take(output: RunOutput, me: Owner, let_pass: str | None = None) -> OutputLock:
     try:
-        _make(output.folder)
+        output.folder.mkdir(parents=True, exist_ok=True)
         lock = OutputLock(output.folder)
     except OSError as error:
-        raise ConfigError(_cannot_write("output_dir", output.folder, error)) from None
+        raise ConfigError(cannot_write("output_dir", output.folder, error)) from None
     try:
         lock.take(me, let_pass=let_pass)
     except BaseException:
@@ -279,76 +268,26 @@ def _value(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
 
 
-def _log_folders(cfg: DictConfig) -> Iterator[tuple[str, str]]:
-    """The folders of the metric logger and the profiler, where the config names them."""
+def _log_paths(cfg: DictConfig) -> Iterator[tuple[str, Path, Kind]]:
+    """What the metric logger and the profiler write into, where the config names it."""
     logger = _value(cfg, "metric_logger")
     if isinstance(logger, DictConfig):
         name = str(logger.get(COMPONENT)).rpartition(".")[2]
+        # What another logger takes is let pass, and written to by none.
         keys = {"StdoutLogger": (), "WandBLogger": ("dir", "log_dir")}.get(name, ("log_dir",))
-        given = [(f"metric_logger.{key}", _value(cfg, f"metric_logger.{key}")) for key in keys]
-        yield from [(key, text) for key, text in given if isinstance(text, str)][:1]
+        for key in [f"metric_logger.{key}" for key in keys if isinstance(logger.get(key), str)][:1]:
+            folder = as_path(key, _value(cfg, key))
+            yield key, folder, "a folder"
+            filename = _value(cfg, "metric_logger.filename")
+            if name == "DiskLogger" and isinstance(filename, str):
+                yield "metric_logger.filename", folder / filename, "a file"
     if _value(cfg, "profiler.enabled") is True:
-        folder = _value(cfg, "profiler.output_dir")
-        yield "profiler.output_dir", folder if isinstance(folder, str) else "profiling_outputs"
-
-
-def _path(key: str, text: str) -> Path:
-    if not text.strip():
-        raise ConfigError(f"{key}: is empty: name a folder")
-    if "\0" in text:
-        raise ConfigError(f"{key}: {text!r} is no path: it holds a NUL character")
-    if os.path.expandvars(text) != text:
-        raise ConfigError(
-            f"{key}: {text!r} names an environment variable in the shell's way, which is not replaced"
-            " here: write ${oc.env:NAME}"
-        )
-    try:
-        return Path(text).expanduser().absolute()
-    except RuntimeError as error:
-        raise ConfigError(f"{key}: {text!r}: {error}") from None
-
-
-def _kind_problem(path: Path, wanted: _Kind) -> str | None:
-    """Say what stands where something else should be written: there, or where its folder should be."""
-    for place in (path, *path.parents):
-        try:
-            mode = place.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            if place.is_symlink():
-                return f"{place} is a link to {os.readlink(place)}, which does not exist"
-            wanted = "a folder"  # it is looked for above
-            continue
-        except OSError as error:
-            return f"{place} cannot be used: {error.strerror}"
-        found = next((said for is_so, said in _KINDS if is_so(mode)), "a device")
-        return None if found == wanted else f"{place} is {found}, and not {wanted}"
-    return None
+        given = _value(cfg, "profiler.output_dir")
+        text = given if isinstance(given, str) else "profiling_outputs"
+        yield "profiler.output_dir", as_path("profiler.output_dir", text), "a folder"
 
 
 def _is_model(folder: Path) -> bool:
     return folder.is_dir() and any(
         name == "config.json" or name.endswith(".safetensors") for name in os.listdir(folder)
     )
-
-
-def _make(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _write_and_delete(folder: Path) -> None:
-    path = folder / f".tune_{secrets.token_hex(4)}.tmp"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(file, b"tried before training\n")
-        os.fsync(file)
-    finally:
-        os.close(file)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-
-
-def _cannot_write(key: str, path: Path, error: OSError) -> str:
-    line = f"{key}: cannot write in {path}: {error.strerror or error}"
-    if error.errno in _FULL:
-        raise UserError(line) from None
-    return line

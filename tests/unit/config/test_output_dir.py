@@ -133,6 +133,12 @@ def test_folders_of_logs_are_tried_if_the_run_writes_there(
             assert named in refused(tmp_path / "out", **filled)
 
 
+def test_a_pipe_in_the_place_of_a_log_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.txt")
+    logger = {"_component_": "a.DiskLogger", "log_dir": str(tmp_path), "filename": "log.txt"}
+    assert "metric_logger.filename" in refused(tmp_path / "out", metric_logger=logger)
+
+
 def test_nothing_is_left_of_trying(tmp_path: Path) -> None:
     logger = {"_component_": "a.DiskLogger", "log_dir": "${output_dir}/logs"}
     check(tmp_path / "out", metric_logger=logger)
