@@ -251,15 +251,16 @@ def release_output() -> None:
 
 
 def _take(output: RunOutput, me: Owner, let_pass: str | None = None) -> OutputLock:
+    lock: OutputLock | None = None
     try:
         output.folder.mkdir(parents=True, exist_ok=True)
         lock = OutputLock(output.folder)
-    except OSError as error:
-        raise ConfigError(cannot_write("output_dir", output.folder, error)) from None
-    try:
         lock.take(me, let_pass=let_pass)
-    except BaseException:
-        lock.release()
+    except BaseException as error:
+        if lock is not None:
+            lock.release()
+        if isinstance(error, OSError):
+            raise ConfigError(cannot_write("output_dir", output.folder, error)) from None
         raise
     return lock
 

@@ -141,7 +141,8 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
                     steps.add(step)
     except (OSError, UserError) as error:
         is_readable = False
-        problems.append(str(error) if isinstance(error, UserError) else f"{error.strerror}")
+        said = "it is not a regular file" if isinstance(error, UserError) else f"{error.strerror}"
+        problems.append(said)
     if bad:
         more = f" and {len(bad) - 1} more cannot be read" if len(bad) > 1 else ""
         problems.insert(0, f"line {bad[0].number} {bad[0].problem}{more}")
