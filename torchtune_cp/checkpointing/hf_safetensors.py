@@ -24,7 +24,12 @@ import torch
 
 from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
-from torchtune_cp.checkpointing.model_folder import discard_hidden, open_hidden, put_in_place
+from torchtune_cp.checkpointing.model_folder import (
+    discard_hidden,
+    hidden_place,
+    open_hidden,
+    put_in_place,
+)
 from torchtune_cp.errors import UserError
 
 #: Hugging Face's tools write files of this size.
@@ -223,7 +228,7 @@ def _save(
     buffer_bytes: int,
     agreement: Agreement,
 ) -> None:
-    temporary, writers = _open_temporary(final, agreement)
+    temporary, writers = hidden_place(final), _open_temporary(final, agreement)
     plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
     for taken in _rounds(plans, owners, buffer_bytes):
@@ -267,23 +272,20 @@ def _save(
     agreement.raise_together(error)
 
 
-def _open_temporary(final: Path, agreement: Agreement) -> tuple[Path, list[int]]:
-    """Make the hidden folder on rank 0; return it, and the ranks that see it and so can write there.
+def _open_temporary(final: Path, agreement: Agreement) -> list[int]:
+    """Make the hidden folder on rank 0; return the ranks that see it and so can write there.
 
     On several nodes without a shared file system only the first node's ranks do.
     """
     error: Exception | None = None
-    name: str | None = None
     if agreement.rank == 0:
         try:
-            name = open_hidden(final).name
+            open_hidden(final)
         except OSError as caught:
             error = caught
     agreement.raise_together(error)
-    temporary = final.with_name(str(agreement.gather(name)[0]))
-    sees = agreement.rank == 0 or temporary.is_dir()
-    notes = agreement.gather("yes" if sees else None)
-    return temporary, [rank for rank, note in enumerate(notes) if note]
+    sees = agreement.rank == 0 or hidden_place(final).is_dir()
+    return [rank for rank, note in enumerate(agreement.gather("yes" if sees else None)) if note]
 
 
 def _write_small_files(

@@ -34,7 +34,7 @@ _WRITTEN = {CONFIG_NAME, INDEX_NAME, SINGLE_NAME, *TOKENIZER_FILES, *OTHER_FILES
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def open_hidden(final: Path) -> Path:
+def open_hidden(final: Path) -> None:
     """Make the hidden folder in which a model is written, and clear what a killed save has left.
 
     Args:
@@ -43,7 +43,7 @@ def open_hidden(final: Path) -> Path:
     Raises:
         OSError: It cannot be made, or something else than a folder stands at the final place.
     """
-    temporary, replaced = _temporary(final), _replaced(final)
+    temporary, replaced = hidden_place(final), _replaced(final)
     if os.path.lexists(replaced):
         if os.path.lexists(final):
             _return_others(replaced, final)
@@ -53,7 +53,6 @@ def open_hidden(final: Path) -> Path:
         raise FileExistsError(errno.EEXIST, "it exists and is not a folder; move it away")
     discard_hidden(final)
     temporary.mkdir(parents=True)
-    return temporary
 
 
 def discard_hidden(final: Path) -> None:
@@ -62,7 +61,7 @@ def discard_hidden(final: Path) -> None:
     Raises:
         OSError: It cannot be deleted.
     """
-    temporary = _temporary(final)
+    temporary = hidden_place(final)
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     else:
@@ -78,7 +77,7 @@ def put_in_place(final: Path) -> None:
     Raises:
         OSError: A rename failed.
     """
-    temporary, replaced = _temporary(final), _replaced(final)
+    temporary, replaced = hidden_place(final), _replaced(final)
     if final.exists():
         final.rename(replaced)
     try:
@@ -92,7 +91,12 @@ def put_in_place(final: Path) -> None:
         _return_others(replaced, final)
 
 
-def _temporary(final: Path) -> Path:
+def hidden_place(final: Path) -> Path:
+    """Return the hidden folder in which the model for ``final`` is written.
+
+    Args:
+        final: The folder's final place.
+    """
     return final.with_name(f".{final.name}.incomplete")
 
 
