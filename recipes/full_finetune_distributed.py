@@ -88,7 +88,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     )
     state, run = TrainingState(model, optimizer, scheduler), run_record(cfg, dims, seed)
     restore(found, checkpoints, state, at, run)
-    report = build_report(cfg, at.total_steps, dims.world_size, resume_step=at.resumed_at)
+    report = build_report(cfg, at.total_steps, dims.world_size, found)
     nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes, before_raising=checkpoints.wait)
     nonfinite.count = skipped_steps(found)
     timer = StepTimer(device)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import list_checkpoints, verify_checkpoint
+from torchtune_cp.config.output_dir import check_output
 from torchtune_cp.errors import UserError
 
 LINES: list[str] = []
@@ -96,6 +98,32 @@ def read_only_disk(base: Path) -> dict[str, Any]:
     return {"told": told, "meanwhile": meanwhile, "after": _whole(checkpoints.folder)}
 
 
+def tried_before_training(base: Path) -> dict[str, Any]:
+    """Look at an output folder on a full disk and on a read-only one, as a run does before it starts."""
+
+    def tried(folder: Path) -> tuple[str, str]:
+        try:
+            check_output(OmegaConf.create({"output_dir": str(folder)}))
+        except UserError as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    (base / "there").mkdir()
+    ballast = base / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 1024)
+        except OSError:
+            pass  # full, as wanted
+    full = tried(base / "there")
+    ballast.unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(base)], check=True)
+    read_only = [tried(base / name) for name in ("there", "new")]
+    subprocess.run(["mount", "-o", "remount,rw", str(base)], check=True)
+    return {"full": full, "read-only": read_only, "after": tried(base / "there")}
+
+
 def vanished_folder(base: Path) -> dict[str, Any]:
     """Save where the folder is deleted, and where a file has taken its place."""
     folder = base / "vanished"
@@ -152,6 +180,7 @@ def main() -> None:
         for action in ("raise", "continue")
     }
     results["read-only"] = read_only_disk(base)
+    results["tried"] = tried_before_training(base)
     results["vanished"] = vanished_folder(base)
     results["damaged"] = damaged_newest(base)
     print(json.dumps(results))

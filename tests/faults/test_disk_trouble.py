@@ -92,6 +92,21 @@ def test_a_disk_that_turns_read_only_is_one_line(results):
     assert result["after"] == ["step_3", "step_1"]
 
 
+def test_a_disk_is_tried_before_training_a_full_one_is_a_failure_and_a_read_only_one_a_refusal(
+    results,
+):
+    result = results["tried"]
+    kind, said = result["full"]
+    assert kind == "UserError"
+    assert "No space left on device" in said
+    for kind, said in result["read-only"]:
+        assert kind == "ConfigError"
+        assert "output_dir: cannot write in" in said
+        assert "Read-only file system" in said
+        assert "\n" not in said
+    assert result["after"] == ["", ""]
+
+
 def test_a_vanished_folder_is_made_again_and_a_file_in_its_place_is_one_line(results):
     result = results["vanished"]
     assert result["told"] == [None, None, None]  # on_save_error is continue

@@ -130,7 +130,10 @@ def delete_hidden(folder: Path) -> None:
         folder: The folder.
     """
     try:
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            folder.unlink()  # what it leads to belongs to somebody else
+        else:
+            shutil.rmtree(folder)
     except (FileNotFoundError, NotADirectoryError):  # the latter: the folder above it is gone too
         return
     except OSError as error:

@@ -34,7 +34,7 @@ def noted_earlier(own: Path) -> set[str]:
     """
     try:
         names = json.loads((own / _NOTE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return set()  # nothing was noted, or a crash tore the note: all of them count
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
@@ -69,7 +69,8 @@ def set_aside(own: Path, folders: Sequence[Path]) -> None:
     there = [folder for folder in list_checkpoints(own) if folder in folders]
     if there:
         number = 1
-        while (aside := own.with_name(f"{own.name}.earlier_{number}")).exists():
+        real = own.resolve()  # a link leads to another disk, and a rename does not
+        while (aside := real.with_name(f"{own.name}.earlier_{number}")).exists():
             number += 1
         aside.mkdir()
         for folder in there:

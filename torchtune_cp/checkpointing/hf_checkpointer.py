@@ -17,6 +17,7 @@ from torchtune_cp.checkpointing.folder import (
     check_folder,
 )
 from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
+from torchtune_cp.checkpointing.model_folder import OTHER_FILES, TOKENIZER_FILES
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.auto import LanguageModel, hf_config
@@ -37,21 +38,6 @@ _MODEL_TYPES = {
     "QWEN3": "qwen3",
     "ESM2": "esm",
 }
-# Everything else in a model's folder stays where it is: weights in other formats, READMEs with
-# another model's results, caches.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-)
-_OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md")
 # torch.compile and the checkpoint wrapper put these into the names of parameters.
 _WRAPPER_PREFIX = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
@@ -278,7 +264,9 @@ class FullModelHFCheckpointer:
             tokenizer.save(scratch)  # a template given in the config is part of what it writes
             files += sorted(scratch.iterdir())
         if self.checkpoint_dir is not None:
-            names = _OTHER_FILES if tokenizer is not None else (*_OTHER_FILES, *_TOKENIZER_FILES)
+            # Everything else in a model's folder stays where it is: weights in other formats, READMEs
+            # with another model's results, caches.
+            names = OTHER_FILES if tokenizer is not None else (*OTHER_FILES, *TOKENIZER_FILES)
             files += [
                 self.checkpoint_dir / name
                 for name in names

@@ -9,6 +9,7 @@ All files go to a hidden folder beside the final one, which is renamed once ever
 disk.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,12 @@ import torch
 
 from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from torchtune_cp.checkpointing.model_folder import (
+    discard_hidden,
+    hidden_place,
+    open_hidden,
+    put_in_place,
+)
 from torchtune_cp.errors import UserError
 
 #: Hugging Face's tools write files of this size.
@@ -144,19 +151,6 @@ def _rounds(
         yield taken
 
 
-def _replace_folder(temporary: Path, final: Path) -> None:
-    """Rename the new folder into place; an earlier one is moved away first and deleted last."""
-    replaced = final.with_name(f".{final.name}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    _sync(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
 def save_hf_folder(
     shapes: Mapping[str, Sequence[int]],
     get_full: Callable[[str], torch.Tensor],
@@ -176,7 +170,7 @@ def save_hf_folder(
         shapes: Hugging Face's tensor names and full shapes, in the order of the files.
         get_full: Gives a whole tensor by that name, on any device. Called on every rank in the same
             order (it may be a collective); ranks that do not own the tensor's file drop the result.
-        folder: The final folder; an earlier complete one is replaced.
+        folder: The final folder. The files of an earlier model there are replaced, others stay.
         config: Content of ``config.json``.
         dtype: The type to write.
         float32_names: Tensors that are written as float32 whatever ``dtype`` is. They come first in
@@ -196,14 +190,13 @@ def save_hf_folder(
         raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")
     own_agreement = agreement is None
     agreement = agreement or Agreement()
-    final = Path(folder).expanduser().absolute()
-    temporary = final.with_name(f".{final.name}.incomplete")
+    # Not beside a link, but beside what it leads to: a rename stays on one disk.
+    final = Path(os.path.realpath(Path(folder).expanduser()))
     try:
         _save(
             shapes,
             get_full,
             final,
-            temporary,
             config=config,
             dtype=dtype,
             float32_names=float32_names,
@@ -214,7 +207,8 @@ def save_hf_folder(
         )
     except (OSError, RemoteError) as error:
         if agreement.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the error that counts is the first
+                discard_hidden(final)
         raise UserError(f"could not save the model to {final}: {error}") from error
     finally:
         if own_agreement:
@@ -225,7 +219,6 @@ def _save(
     shapes: Mapping[str, Sequence[int]],
     get_full: Callable[[str], torch.Tensor],
     final: Path,
-    temporary: Path,
     *,
     config: Mapping[str, Any],
     dtype: torch.dtype,
@@ -235,7 +228,7 @@ def _save(
     buffer_bytes: int,
     agreement: Agreement,
 ) -> None:
-    writers = _open_temporary(final, temporary, agreement)
+    temporary, writers = hidden_place(final), _open_temporary(final, agreement)
     plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
     for taken in _rounds(plans, owners, buffer_bytes):
@@ -273,13 +266,13 @@ def _save(
                         f"{plan.name} has {found} bytes on the disk instead of {expected}"
                     )
             _sync(temporary)
-            _replace_folder(temporary, final)
+            put_in_place(final)
         except OSError as caught:
             error = caught
     agreement.raise_together(error)
 
 
-def _open_temporary(final: Path, temporary: Path, agreement: Agreement) -> list[int]:
+def _open_temporary(final: Path, agreement: Agreement) -> list[int]:
     """Make the hidden folder on rank 0; return the ranks that see it and so can write there.
 
     On several nodes without a shared file system only the first node's ranks do.
@@ -287,21 +280,12 @@ def _open_temporary(final: Path, temporary: Path, agreement: Agreement) -> list[
     error: Exception | None = None
     if agreement.rank == 0:
         try:
-            if final.exists() and not (final.is_dir() and _is_replaceable(final)):
-                raise FileExistsError("it exists and is not a saved model; move it away")
-            if temporary.exists():
-                shutil.rmtree(temporary)  # left by a save that was killed
-            temporary.mkdir(parents=True)
+            open_hidden(final)
         except OSError as caught:
             error = caught
     agreement.raise_together(error)
-    sees = agreement.rank == 0 or temporary.is_dir()
+    sees = agreement.rank == 0 or hidden_place(final).is_dir()
     return [rank for rank, note in enumerate(agreement.gather("yes" if sees else None)) if note]
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """Only an empty folder or a saved model is deleted to make room, never a user's other files."""
-    return (folder / CONFIG_NAME).is_file() or not any(folder.iterdir())
 
 
 def _write_small_files(

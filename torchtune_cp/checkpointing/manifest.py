@@ -25,9 +25,15 @@ FORMAT_VERSION = 1
 # bound on what a damaged or hostile file can make a process hold.
 _MAX_MANIFEST_BYTES = 256 * 1024**2
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+# A folder's name that gives a step, however it is spelt.
+_NAMED_STEP = re.compile(r"step_([0-9]+)", re.IGNORECASE)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 4 * 1024**2
 _MAX_SHOWN = 80
+
+
+class WrongStep(UserError):
+    """A checkpoint of another step than its folder's name says: it was renamed, or is a link."""
 
 
 def new_checksum() -> Any:
@@ -252,7 +258,8 @@ def read_manifest(folder: Path) -> Manifest:
         folder: The checkpoint.
 
     Raises:
-        UserError: It is missing, damaged, of a newer format or not what it should be.
+        UserError: It is missing, damaged, of a newer format, or of another step than the folder's name
+            says.
     """
     path = folder / MANIFEST_NAME
     try:
@@ -266,7 +273,29 @@ def read_manifest(folder: Path) -> Manifest:
             raise UserError("it lists no files")
         if not isinstance(state, dict):
             raise UserError("it holds no state")
+        named = _NAMED_STEP.match(folder.name)
+        if named is not None and int(named[1]) != step:
+            raise WrongStep(
+                f"it is of step {step}, and not of step {int(named[1])} as the folder's name says:"
+                f" rename the folder to step_{step}"
+            )
         records = tuple(_record(name, entry) for name, entry in files.items())
     except UserError as error:
-        raise UserError(f"cannot use checkpoint {folder}: {MANIFEST_NAME}: {error}") from error
+        kind = type(error)
+        raise kind(f"cannot use checkpoint {folder}: {MANIFEST_NAME}: {error}") from error
     return Manifest(folder, step, records, state, checksum)
+
+
+def is_misnamed(folder: Path) -> bool:
+    """Whether a checkpoint is of another step than its name says; of one that cannot be read the name counts.
+
+    Args:
+        folder: The checkpoint.
+    """
+    try:
+        read_manifest(folder)
+    except WrongStep:
+        return True
+    except UserError:
+        return False
+    return False

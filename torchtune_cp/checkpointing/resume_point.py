@@ -11,13 +11,15 @@ from typing import Any
 from torchtune_cp.checkpointing.agreement import Agreement
 from torchtune_cp.checkpointing.earlier_runs import noted_earlier, step_of
 from torchtune_cp.checkpointing.folder import CONFIG_NAME
-from torchtune_cp.checkpointing.manifest import MANIFEST_NAME, Manifest
-from torchtune_cp.checkpointing.training_state_store import list_checkpoints, verify_checkpoint
+from torchtune_cp.checkpointing.manifest import MANIFEST_NAME, Manifest, is_misnamed
+from torchtune_cp.checkpointing.training_state_store import (
+    list_checkpoints,
+    other_checkpoints,
+    verify_checkpoint,
+)
+from torchtune_cp.config.output_dir import CHECKPOINTS_NAME
 from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
-
-#: The folder of a run's checkpoints inside its ``output_dir``.
-CHECKPOINTS_NAME = "checkpoints"
 
 _LOG = logging.getLogger(__name__)
 _FORMS = (
@@ -33,10 +35,12 @@ class ResumePoint:
     Attributes:
         path: The checkpoint, verified; or a Hugging Face folder.
         manifest: What ``checkpoint.json`` says; None for a Hugging Face folder.
+        is_own: Whether it is a checkpoint in the run's own folder: the run goes on with itself.
     """
 
     path: Path
     manifest: Manifest | None
+    is_own: bool = False
 
     @property
     def state(self) -> Mapping[str, Any] | None:
@@ -101,16 +105,31 @@ def find_resume_point(
             if len(candidates.paths) > 1:
                 _LOG.warning("skipped %s: %s", path.name, error)
             continue
-        _LOG.info("%scontinuing from %s", why, path)
-        return ResumePoint(path, manifest)
+        is_own = path.parent.resolve() == own.resolve()
+        _LOG.info("%scontinuing from %s (step %d)", why, path, manifest.step)
+        if is_own:
+            _say_whose(manifest, own.parent)
+        return ResumePoint(path, manifest, is_own)
     if problems:
         raise UserError(
             f"resume_from_checkpoint: no checkpoint to continue from is whole: {'; '.join(problems)};"
-            " set resume_from_checkpoint=false to start anew"
+            " resume_from_checkpoint=false overwrite=true starts anew"
         )
     if resume_from_checkpoint or restarts:
         _LOG.info("%sno checkpoint in %s yet: starting from the beginning", why, own)
     return None
+
+
+def _say_whose(manifest: Manifest, output_dir: Path) -> None:
+    """Say so when a checkpoint in a run's folder was saved by a run with another folder."""
+    config = manifest.state.get("config")
+    saved = config.get("output_dir") if isinstance(config, Mapping) else None
+    if isinstance(saved, str) and Path(saved).expanduser().resolve() != output_dir.resolve():
+        _LOG.warning(
+            "%s was saved by a run with output_dir=%s: it was copied here, or that folder was moved",
+            manifest.folder,
+            saved,
+        )
 
 
 def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Candidates:
@@ -119,6 +138,8 @@ def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Cand
         if restarted:
             earlier = noted_earlier(own)
             paths = [path for path in paths if path.name not in earlier]
+        else:
+            _mind_others(own, paths)
         if paths or isinstance(resume_from, bool):
             return _Candidates(tuple(paths))
     if isinstance(resume_from, bool):
@@ -131,11 +152,25 @@ def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Cand
     if (given / MANIFEST_NAME).exists():
         return _Candidates((given,))
     for folder in (given, given / CHECKPOINTS_NAME):
-        if paths := list_checkpoints(folder):
+        paths = list_checkpoints(folder)
+        _mind_others(folder, paths)
+        if paths:
             return _Candidates(tuple(paths))
     if (given / CONFIG_NAME).is_file():
         return _Candidates((given,), weights=True)
     raise UserError(f"{given} holds no checkpoint; give {_FORMS}")
+
+
+def _mind_others(folder: Path, paths: list[Path]) -> None:
+    """Say which checkpoints are passed over because of their names; refuse to pass over all of them."""
+    others = other_checkpoints(folder)
+    if not others:
+        return
+    names = ", ".join(path.name for path in others)
+    hint = "rename a checkpoint to step_N, or give its path, to continue from it"
+    if not paths:
+        raise UserError(f"{folder} holds no step_N, only {names}: {hint}")
+    _LOG.warning("passed over %s in %s: %s", names, folder, hint)
 
 
 def not_continued(own: Path, found: ResumePoint | None, *, restarted: bool) -> list[Path]:
@@ -147,8 +182,10 @@ def not_continued(own: Path, found: ResumePoint | None, *, restarted: bool) -> l
         restarted: Whether torchrun has started the processes again.
     """
     others = list_checkpoints(own)
-    if found is None or found.manifest is None or found.path.parent.resolve() != own.resolve():
+    if found is None or found.manifest is None or not found.is_own:
         return others
     earlier = noted_earlier(own) if restarted else set()
-    last = step_of(found.path)
-    return [path for path in others if step_of(path) > last or path.name in earlier]
+    last = found.manifest.step
+    return [
+        path for path in others if step_of(path) > last or path.name in earlier or is_misnamed(path)
+    ]

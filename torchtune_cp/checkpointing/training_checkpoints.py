@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
 from torchtune_cp.checkpointing.earlier_runs import note_earlier, set_aside
+from torchtune_cp.checkpointing.manifest import is_misnamed
 from torchtune_cp.checkpointing.plain_json import to_plain
 from torchtune_cp.checkpointing.resume_point import (
-    CHECKPOINTS_NAME,
     ResumePoint,
     find_resume_point,
     not_continued,
@@ -35,6 +35,7 @@ from torchtune_cp.checkpointing.training_state_store import (
     remove_leftovers,
     write_checkpoint,
 )
+from torchtune_cp.config.output_dir import CHECKPOINTS_NAME
 from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
 
@@ -228,15 +229,17 @@ class TrainingCheckpoints:
     def _write(
         self, step: int, tensors: dict[str, Tensor], record: Mapping[str, Any], started: float
     ) -> None:
-        self._set_others_aside()
+        self._set_others_aside(self.folder / f"step_{step}")
         path = write_checkpoint(self.folder, step, tensors, record, self._agreement)
         self.newest = path
         _LOG.info("saved %s in %.1f s", path, time.monotonic() - started)
         if self._agreement.rank == 0:
             self._prune()
 
-    def _set_others_aside(self) -> None:
+    def _set_others_aside(self, next_one: Path) -> None:
         error: OSError | None = None
+        if self._agreement.rank == 0 and next_one.exists() and is_misnamed(next_one):
+            self._others.append(next_one)  # renamed while the run went on: it must not be replaced
         if self._others:  # rank 0 only
             try:
                 set_aside(self.folder, self._others)
@@ -249,7 +252,7 @@ class TrainingCheckpoints:
         """Delete the checkpoints that are not to be kept; the newest one is complete by now."""
         if self._keep_last_n is None:
             return
-        folders = list_checkpoints(self.folder)
+        folders = [path for path in list_checkpoints(self.folder) if not is_misnamed(path)]
         kept = set(folders[: self._keep_last_n])
         if self._keep_best:
             losses = {path: loss for path in folders if (loss := _val_loss(path)) is not None}

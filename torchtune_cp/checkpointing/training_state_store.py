@@ -57,6 +57,7 @@ __all__ = [
     "StoredTensor",
     "list_checkpoints",
     "load_tensors",
+    "other_checkpoints",
     "read_manifest",
     "remove_checkpoint",
     "remove_leftovers",
@@ -347,6 +348,23 @@ def list_checkpoints(parent: Path) -> list[Path]:
         return []
     found = [path for path in parent.iterdir() if _STEP_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+
+
+def other_checkpoints(parent: Path) -> list[Path]:
+    """Return the checkpoints under names that no run gives: ``step_04``, ``step_4 (copy)``.
+
+    Args:
+        parent: The folder of all checkpoints; it may be missing.
+    """
+    if not parent.is_dir():
+        return []
+    return sorted(
+        path
+        for path in parent.iterdir()
+        if not path.name.startswith(".")
+        and not _STEP_NAME.fullmatch(path.name)
+        and (path / MANIFEST_NAME).is_file()
+    )
 
 
 def remove_checkpoint(folder: Path) -> None:

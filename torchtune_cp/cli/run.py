@@ -18,6 +18,7 @@ from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
 from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe, recipes_dir
+from torchtune_cp.config.output_dir import CHECKPOINTS_NAME, check_output
 from torchtune_cp.errors import ConfigError, UserError
 
 __all__ = ["RunFailed", "add_parser", "run_command"]
@@ -118,12 +119,16 @@ def _settings(cfg: DictConfig) -> RunSettings:
 
 def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
     from torchtune_cp.checkpointing.earlier_runs import noted_earlier
-    from torchtune_cp.checkpointing.resume_point import CHECKPOINTS_NAME
+    from torchtune_cp.checkpointing.manifest import is_misnamed
     from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 
     folder = output_dir.expanduser() / CHECKPOINTS_NAME
     others = noted_earlier(folder)
-    own = [checkpoint for checkpoint in list_checkpoints(folder) if checkpoint.name not in others]
+    own = [
+        checkpoint
+        for checkpoint in list_checkpoints(folder)
+        if checkpoint.name not in others and not is_misnamed(checkpoint)
+    ]
     if own:
         return f"; it continues from {own[0]}"
     if isinstance(resume_from_checkpoint, str):
@@ -205,6 +210,7 @@ def _check_before_start(
         _check_checkpoint(checkpointer)
     if config_class is not None and typed.tensor_parallel_dim > 1:
         _check_tensor_parallel(typed)
+    _check_output(cfg, args)
 
 
 def _schema_of(recipe: _Recipe | None) -> type[schema.FullFinetuneConfig] | None:
@@ -231,6 +237,15 @@ def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -
             f"--nproc_per_node: {processes} processes, but this node has {devices} CUDA devices"
         ]
     return []
+
+
+def _check_output(cfg: DictConfig, args: argparse.Namespace) -> None:
+    """Look at what the run will write, last: from here on the output folder is there."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    nodes = parse_min_max_nnodes(args.nnodes)[1]
+    node_rank = args.node_rank if nodes > 1 and args.rdzv_backend == "static" else 0
+    check_output(cfg, nodes=nodes, node_rank=node_rank, job=args.rdzv_id)
 
 
 def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from torchtune_cp.config import allow
 from torchtune_cp.config.load import load_argv
 from torchtune_cp.config.locate import recipes_dir
+from torchtune_cp.config.output_dir import hold_output, release_output
 from torchtune_cp.config.run_folder import RunFolder, is_running
 from torchtune_cp.config.schema import FullFinetuneConfig, component_problems, to_typed
 from torchtune_cp.config.secrets import mask_text
@@ -106,12 +107,15 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
     cfg: Any = {}
     try:
         _trust_folder_of(main)
-        cfg = load_argv(sys.argv[1:])
+        cfg = loaded = load_argv(sys.argv[1:])
         show_traceback = show_traceback or str(cfg.get("log_level")).upper() == "DEBUG"
         if schema is not None:
             cfg = to_typed(cfg, schema, world_size=int(os.environ.get("WORLD_SIZE", "1")))
             if problems := component_problems(cfg):
                 raise ConfigError(problems)
+        if os.environ.get("RANK", "0") == "0":
+            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            hold_output(loaded, _launcher(), restarted=restarted)
         result = main(cfg)
     except KeyboardInterrupt:
         _exit_now(EXIT_INTERRUPTED)
@@ -120,6 +124,7 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
             print(stop.code, file=sys.stderr)
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if code == 0:
+            release_output()
             return
         _exit_now(code)
     except RunStopped as stopped:
@@ -133,6 +138,7 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
         _exit_now(EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
     if isinstance(result, int) and result != 0:
         _exit_now(result)
+    release_output()
 
 
 def wants_traceback() -> bool:
@@ -151,6 +157,14 @@ def trust_recipe_folder(recipe: Path) -> None:
     folder = recipe.resolve().parent
     if folder != recipes_dir().resolve():
         allow.trust_folder(folder)
+
+
+def _launcher() -> int | None:
+    """The process that started this one and may start it again: ``tune run``, or torch's agent."""
+    launched_by = os.environ.get(LAUNCHED_VARIABLE)
+    if launched_by:
+        return int(launched_by)
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _die_with_the_launcher() -> None:
@@ -224,6 +238,7 @@ def _leave(stopped: RunStopped) -> NoReturn:
     the other ranks before they have left, or by starting all of them again. What it was stands in the
     run's folder, and the launcher exits with ``EXIT_STOPPED``.
     """
+    release_output()
     folder = RunFolder.from_environment()
     if folder is None:
         if os.environ.get("RANK", "0") == "0":

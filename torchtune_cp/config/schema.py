@@ -31,6 +31,7 @@ class Rule:
         also: Values allowed besides the range (-1 for "infer").
         choices: The only values allowed; strings match in any case.
         spellings: Other spellings of a value, and what they stand for.
+        filled: Whether a string must say something.
         positional: How many positional arguments the recipe gives to this component.
         supplied: The keyword arguments that the recipe gives to this component.
     """
@@ -40,11 +41,13 @@ class Rule:
     also: tuple[Any, ...] = ()
     choices: tuple[str, ...] | None = None
     spellings: tuple[tuple[str, Any], ...] = ()
+    filled: bool = False
     positional: int = 0
     supplied: tuple[str, ...] = ()
 
 
 _AtLeastOne = Rule(low=1)
+_Filled = Rule(filled=True)
 _OtherDtypeNames = (
     ("float32", "fp32"),
     ("torch.float32", "fp32"),
@@ -65,7 +68,8 @@ class FullFinetuneConfig:
     """
 
     # What is trained, on what, and where it is written
-    output_dir: str
+    output_dir: Annotated[str, _Filled]
+    overwrite: bool = False
     model: DictConfig
     tokenizer: DictConfig
     checkpointer: DictConfig
@@ -130,7 +134,7 @@ class FullFinetuneConfig:
     ac_option: Annotated[int | str | None, _AtLeastOne] = None
 
     # Checkpoints
-    resume_from_checkpoint: bool | str = False
+    resume_from_checkpoint: Annotated[bool | str, _Filled] = False
     save_every_n_steps: Annotated[int | None, _AtLeastOne] = None
     save_every_epoch: bool = True
     enable_async_checkpointing: bool = False
@@ -439,6 +443,8 @@ def _mapping_problems(name: str, value: dict[Any, Any]) -> list[str]:
 def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:
     if value is None:
         return []
+    if rule.filled and isinstance(value, str) and not value.strip():
+        return [f"{name}: is empty"]
     if rule.choices is not None and value not in rule.choices:
         return [f"{name}: expected one of {', '.join(rule.choices)}, got {value!r}"]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in rule.also:

@@ -1,8 +1,9 @@
 """What a run reports: loggers, the metrics file, progress, memory and throughput."""
 
 from torchtune_cp.metrics.interface import MetricLogger
-from torchtune_cp.metrics.jsonl import METRICS_NAME, MetricsFile, read_metrics
+from torchtune_cp.metrics.jsonl import METRICS_NAME, MetricsFile
 from torchtune_cp.metrics.memory import memory_stats, peak_memory_bytes
+from torchtune_cp.metrics.metrics_lines import read_metrics
 from torchtune_cp.metrics.progress import Progress
 from torchtune_cp.metrics.tensorboard import TensorBoardLogger
 from torchtune_cp.metrics.text_loggers import DiskLogger, StdoutLogger

@@ -1,32 +1,43 @@
 """``metrics.jsonl``: one JSON object a line, the run's own record whatever logger is chosen."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchtune_cp.config.output_dir import METRICS_NAME
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, to_number
+from torchtune_cp.metrics.metrics_lines import copy_lines, read_metrics
 
-METRICS_NAME = "metrics.jsonl"
+__all__ = ["METRICS_NAME", "MetricsFile", "read_metrics", "set_metrics_aside"]
+
+_LOG = logging.getLogger(__name__)
 
 
-def read_metrics(path: str | Path) -> list[dict[str, float | int | None]]:
-    """Read a metrics file; a last line torn by a crash is left out.
+def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
+    """Move what stands under the metrics file's name to a name of its own, if it holds anything.
 
     Args:
-        path: The file.
+        output_dir: The run's folder.
+        why: Becomes part of the new name.
+
+    Returns:
+        Where it is now; None when there was nothing to keep.
+
+    Raises:
+        OSError: It cannot be moved.
     """
-    lines = []
-    for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            lines.append(record)
-    return lines
+    path = Path(output_dir).expanduser() / METRICS_NAME
+    if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
+        return None
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"metrics.{why}_{number}.jsonl")):
+        number += 1
+    path.rename(aside)
+    return aside
 
 
 class MetricsFile:
@@ -40,25 +51,29 @@ class MetricsFile:
 
         Args:
             output_dir: Folder, made if needed.
-            resume_step: None deletes an earlier run's lines; a number keeps those up to this step
-                (lines that a crashed run wrote beyond it will be written again).
+            resume_step: None starts anew, over an earlier run's lines; a number keeps those up to this step,
+                byte for byte (lines that a crashed run wrote beyond it will be written again). A damaged
+                file is kept under another name, and one line says what is lost.
 
         Raises:
             UserError: The file cannot be written.
         """
         self.path = Path(output_dir).expanduser() / METRICS_NAME
+        fresh = self.path.with_name(METRICS_NAME + ".tmp")
+        damage = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = []
-            if resume_step is not None and self.path.exists():
-                kept = [
-                    record
-                    for record in read_metrics(self.path)
-                    if isinstance(step := record.get("step"), int) and step <= resume_step
-                ]
             # A crash here must not lose the lines to keep.
-            fresh = self.path.with_name(METRICS_NAME + ".tmp")
-            fresh.write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
+            fresh.unlink(missing_ok=True)
+            with fresh.open("xb") as file:
+                if resume_step is not None and os.path.lexists(self.path):
+                    damage = copy_lines(self.path, file, resume_step)
+                file.flush()
+                os.fsync(file.fileno())
+            if damage is not None:
+                aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
+                kept = f"; the file as it was is now {aside.name}" if aside else ""
+                _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
             os.replace(fresh, self.path)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:

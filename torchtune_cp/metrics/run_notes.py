@@ -1,13 +1,15 @@
 """What a logger has to remember of its run, so that a resumed run continues the same one."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
+from torchtune_cp.config.output_dir import NOTES_NAME
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import METRICS_NAME, read_metrics
 
-NOTES_NAME = "logger_run.json"
+_LOG = logging.getLogger(__name__)
 
 
 class RunNotes:
@@ -38,11 +40,13 @@ class RunNotes:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self._notes = {str(name): str(note) for name, note in found.items()}
-        except (OSError, ValueError, AttributeError):
-            self._notes = {}  # missing, or torn by a crash: the loggers start runs of their own
+        except FileNotFoundError:
+            self._notes = {}
+        except (OSError, ValueError, AttributeError, RecursionError):
+            _LOG.warning("%s is damaged: the loggers do not continue their runs", self._path)
         metrics = folder / METRICS_NAME
         lines = read_metrics(metrics) if metrics.is_file() else []
-        steps = [step for line in lines if "loss" in line and isinstance(step := line["step"], int)]
+        steps = [line["step"] for line in lines if "loss" in line]
         self.logged_step = max([resume_step, *steps])
 
     def get(self, name: str) -> str | None:

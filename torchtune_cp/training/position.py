@@ -30,7 +30,6 @@ class RunPosition:
         step_in_epoch: Optimizer steps done in this epoch.
         save_every: Optimizer steps between two checkpoints, or None.
         save_every_epoch: Whether an epoch ends with a checkpoint.
-        resumed_at: Steps done by the run that this one continues; None in a new run.
         validated: Whether the validation of this step has been done, before the checkpoint was taken.
         total_steps: Optimizer steps of the whole run.
     """
@@ -42,7 +41,6 @@ class RunPosition:
     validate_every: int | None = None
     save_every: int | None = None
     save_every_epoch: bool = False
-    resumed_at: int | None = None
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
@@ -77,7 +75,7 @@ class RunPosition:
         saved = None if found is None else found.state
         if saved is not None:
             loader.load_state_dict(dict(saved["loader"]))
-            position.step = position.resumed_at = saved["step"]
+            position.step = saved["step"]
             position.epoch = loader.epoch
             if loader.epoch == saved["epoch"]:
                 position.step_in_epoch = saved["step_in_epoch"]

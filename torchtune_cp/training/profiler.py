@@ -73,7 +73,7 @@ def setup_torch_profiler(
         )
     if active_steps < 1:
         raise UserError(f"profiler.active_steps={active_steps}: must be at least 1")
-    folder = Path(output_dir)
+    folder = Path(output_dir).expanduser()
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def write(profiler: torch.profiler.profile) -> None:

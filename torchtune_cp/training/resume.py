@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,7 +15,10 @@ from torchtune_cp.checkpointing.resume_point import ResumePoint
 from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig, resolved_dict
+from torchtune_cp.config.output_dir import METRICS_NAME, NOTES_NAME
 from torchtune_cp.distributed import ParallelDims
+from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.jsonl import set_metrics_aside
 from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.position import RunPosition
 
@@ -42,6 +46,31 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
         on_save_error=cfg.on_save_error,
     )
     return checkpoints, checkpoints.find(cfg.resume_from_checkpoint)
+
+
+def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
+    """Make room where an earlier start has reported that this one does not go on with.
+
+    Either ``overwrite`` lets its lines go, or it never came to a checkpoint (others are refused before
+    the ranks start): then they are kept beside. Called on rank 0.
+
+    Args:
+        cfg: The run's config.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    folder = Path(cfg.output_dir).expanduser()
+    try:
+        if cfg.overwrite:
+            (folder / METRICS_NAME).unlink(missing_ok=True)
+        elif aside := set_metrics_aside(folder, "earlier"):
+            _LOG.warning(
+                "moved the lines of an earlier start, which left no checkpoint, to %s", aside
+            )
+        (folder / NOTES_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir: cannot clear {folder}: {error}") from error
 
 
 def saved_seed(found: ResumePoint | None) -> int | None:

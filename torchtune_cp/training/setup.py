@@ -41,6 +41,7 @@ from torchtune_cp.training.memory import (
 from torchtune_cp.training.optim_in_bwd import OptimizerInBackward
 from torchtune_cp.training.optim_on_host import OptimizerOnHost
 from torchtune_cp.training.profiler import setup_torch_profiler
+from torchtune_cp.training.resume import clear_earlier_report
 from torchtune_cp.training.step import gradient_norm
 
 ModelT = TypeVar("ModelT", TransformerDecoder, TransformerEncoder)
@@ -253,7 +254,7 @@ def build_profiler(cfg: FullFinetuneConfig) -> Any:
 
 
 def build_report(
-    cfg: FullFinetuneConfig, total_steps: int, world_size: int, resume_step: int | None = None
+    cfg: FullFinetuneConfig, total_steps: int, world_size: int, found: ResumePoint | None
 ) -> RunReport:
     """Build what the run reports through; the configured logger exists on rank 0 only.
 
@@ -261,8 +262,14 @@ def build_report(
         cfg: The run's config.
         total_steps: Optimizer steps of the whole run.
         world_size: Number of processes.
-        resume_step: Steps done, in a run that continues; None in a new one.
+        found: What the run continues from.
+
+    Raises:
+        UserError: A file cannot be written.
     """
+    resume_step = None if found is None or found.state is None else found.state["step"]
+    if is_rank_zero() and (found is None or not found.is_own):
+        clear_earlier_report(cfg)
     logger = None
     if is_rank_zero() and cfg.metric_logger is not None:
         given = {}

@@ -128,12 +128,43 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_users_own_folder_of_that_name_is_never_deleted(tmp_path):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="not a saved model"):
-        _save(tmp_path / "final")
-    assert (tmp_path / "final" / "thesis.txt").read_text() == "years of work"
+def test_a_users_own_files_in_the_folder_stay_and_only_an_earlier_models_go(tmp_path):
+    final = tmp_path / "final"
+    (final / "notes").mkdir(parents=True)
+    (final / "notes" / "thesis.txt").write_text("years of work")
+    (final / "adapter_model.safetensors").write_text("somebody's")
+    for _ in range(2):
+        (final / "model-00001-of-00002.safetensors").write_text("a shard of an earlier model")
+        (final / "tokenizer.model").write_text("of an earlier model")
+        _save(final)
+        assert {path.name for path in final.iterdir()} == {
+            *("model.safetensors", "config.json", "notes", "adapter_model.safetensors")
+        }
+    assert (final / "notes" / "thesis.txt").read_text() == "years of work"
+    # Killed between the renames, or while it moved them back: they lie in the hidden folder.
+    for rest in ("before", "after"):
+        final.rename(tmp_path / ".final.replaced")
+        if rest == "after":
+            _save(tmp_path / "new")
+            (tmp_path / "new").rename(final)
+        _save(final)
+        assert (final / "notes" / "thesis.txt").read_text() == "years of work"
+        assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    (final / "config.json").unlink()
+    (final / "config.json").mkdir()  # no run makes such a folder: it is moved, not deleted
+    _save(final)
+    assert (tmp_path / "final.earlier_1" / "config.json").is_dir()
+
+
+def test_a_linked_folder_is_replaced_where_it_lies(tmp_path):
+    big = tmp_path / "big_disk"
+    (big / "model").mkdir(parents=True)
+    (tmp_path / "final").symlink_to(big / "model")
+    _save(tmp_path / "final")
+    _save(tmp_path / "final")
+    assert (tmp_path / "final").is_symlink()
+    assert [path.name for path in big.iterdir()] == ["model"]
+    check_folder(tmp_path / "final")
 
 
 def test_only_the_named_files_are_copied_and_become_writable(tmp_path):

@@ -15,7 +15,7 @@ from torchtune_cp.config.schema import component_problems
 from .examples import TORCHTUNE_STYLE, minimal
 
 CONTRACT_KEYS = """
-output_dir seed shuffle batch_size epochs max_steps_per_epoch gradient_accumulation_steps
+output_dir overwrite seed shuffle batch_size epochs max_steps_per_epoch gradient_accumulation_steps
 optimizer optimizer_in_bwd optimizer_on_host lr_scheduler loss clip_grad_norm compile device dtype
 tokenizer dataset dataset_val run_val_every_n_steps batch_size_val collate_fn model checkpointer
 resume_from_checkpoint save_every_n_steps enable_async_checkpointing save_every_epoch keep_last_n keep_best

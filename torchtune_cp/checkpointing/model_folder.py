@@ -1,0 +1,124 @@
+"""Puts a finished model folder in the place of an earlier one; what no run writes stays where it is.
+
+A user may have laid files of their own beside a saved model. Only the files of the earlier model are
+replaced, and the folder is complete under its name at every moment but the one between two renames.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from torchtune_cp.checkpointing.durable import sync
+from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+
+_LOG = logging.getLogger(__name__)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+)
+OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md")
+
+_WRITTEN = {CONFIG_NAME, INDEX_NAME, SINGLE_NAME, *TOKENIZER_FILES, *OTHER_FILES}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def open_hidden(final: Path) -> None:
+    """Make the hidden folder in which a model is written, and clear what a killed save has left.
+
+    Args:
+        final: The folder's final place.
+
+    Raises:
+        OSError: It cannot be made, or something else than a folder stands at the final place.
+    """
+    temporary, replaced = hidden_place(final), _replaced(final)
+    if os.path.lexists(replaced):
+        if os.path.lexists(final):
+            _return_others(replaced, final)
+        else:
+            replaced.rename(final)
+    if os.path.lexists(final) and not final.is_dir():
+        raise FileExistsError(errno.EEXIST, "it exists and is not a folder; move it away")
+    discard_hidden(final)
+    temporary.mkdir(parents=True)
+
+
+def discard_hidden(final: Path) -> None:
+    """Delete the hidden folder of a save that did not come to its end.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
+    temporary = hidden_place(final)
+    if temporary.is_dir() and not temporary.is_symlink():
+        shutil.rmtree(temporary)
+    else:
+        temporary.unlink(missing_ok=True)
+
+
+def put_in_place(final: Path) -> None:
+    """Give the hidden folder its final name; of an earlier one only what no run writes is kept, in it.
+
+    Args:
+        final: The final place.
+
+    Raises:
+        OSError: A rename failed.
+    """
+    temporary, replaced = hidden_place(final), _replaced(final)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    sync(final.parent)
+    if replaced.exists():
+        _return_others(replaced, final)
+
+
+def hidden_place(final: Path) -> Path:
+    """Return the hidden folder in which the model for ``final`` is written.
+
+    Args:
+        final: The folder's final place.
+    """
+    return final.with_name(f".{final.name}.incomplete")
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def _return_others(replaced: Path, final: Path) -> None:
+    """Delete an earlier model's files, and move all others from its folder to the new one."""
+    for path in sorted(replaced.iterdir()):
+        is_file = path.is_symlink() or path.is_file()
+        if is_file and (path.name in _WRITTEN or _SHARD.fullmatch(path.name)):
+            path.unlink()
+        elif not os.path.lexists(final / path.name):
+            path.rename(final / path.name)
+        elif is_file:
+            path.unlink()  # a file of a tokenizer of the user's own: the new model has one, too
+    if not any(replaced.iterdir()):
+        replaced.rmdir()
+        return
+    number = 1
+    while os.path.lexists(aside := final.with_name(f"{final.name}.earlier_{number}")):
+        number += 1
+    replaced.rename(aside)
+    _LOG.warning("%s holds what stood under names that the new %s needs", aside, final)
