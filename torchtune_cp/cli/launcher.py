@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torchtune_cp.config.entry_point import (
     TRACEBACK_VARIABLE,
     wants_traceback,
 )
+from torchtune_cp.config.loopback import loopback_variables
 from torchtune_cp.config.run_folder import RUN_FOLDER_VARIABLE, STOP_SIGNALS, RunFolder
 from torchtune_cp.errors import EXIT_STOPPED, ConfigError
 
@@ -94,11 +94,8 @@ class RunSettings:
 def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
     """Run ``args.training_script`` as torchrun would.
 
-    One node without a rendezvous of its own gets a free port on the loopback interface, so that any
-    number of runs stand side by side.
-
     Args:
-        args: The options of torchrun's parser.
+        args: The options of torchrun's parser, those of the rendezvous settled.
         settings: Of the run's config.
 
     Raises:
@@ -106,13 +103,18 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
+    from torchtune_cp.cli import rendezvous
     from torchtune_cp.cli.watchful_agent import AgentWatch, watched_agent
 
     settings = settings or RunSettings()
-    _use_a_free_port(args)
+    rendezvous.register()
     folder = RunFolder.create()
+    if not _wants_logs(args):
+        # Torch writes there why a rank failed, and removes nothing.
+        args.log_dir = str(folder.path / "ranks")
     relay = StopRelay(
         folder, settings.stop_grace_s, lambda number: SignalException(f"got {number}", number)
     )
@@ -150,6 +152,10 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
             else ""
         )
         raise RunFailed(f"stopped by {signal.Signals(number).name}{late}", 128 + number) from None
+    except RendezvousError as error:
+        if wants_traceback():
+            raise
+        raise RunFailed(str(error)) from None
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         if wants_traceback():
             raise
@@ -170,19 +176,11 @@ def _left_to_the_agent(signals: str) -> str:
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
 
-def _use_a_free_port(args: argparse.Namespace) -> None:
-    from torch.distributed.run import parse_min_max_nnodes
-
-    one_node = parse_min_max_nnodes(args.nnodes)[1] == 1
-    own_rendezvous = args.rdzv_backend != "static" or args.rdzv_endpoint or args.master_port
-    if args.standalone or (one_node and not own_rendezvous):
-        args.standalone = False
-        args.rdzv_backend = "c10d"
-        args.rdzv_endpoint = "localhost:0"
-        args.rdzv_id = str(uuid.uuid4())
-        if args.local_addr is None:
-            # The host's own name need not resolve (containers, laptops off the network).
-            args.local_addr = "localhost"
+def _wants_logs(args: argparse.Namespace) -> bool:
+    """Whether the user asked for files with what the ranks print, which stay after the run."""
+    streams = args.redirects != "0" or args.tee != "0"
+    filters = args.duplicate_stdout_filters or args.duplicate_stderr_filters
+    return bool(args.log_dir or args.logs_specs or streams or filters)
 
 
 @contextlib.contextmanager
@@ -194,9 +192,10 @@ def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator
     processes = determine_local_world_size(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
-    if parse_min_max_nnodes(args.nnodes)[1] > 1:
-        # Else a restart meets in the store of the start before, where old addresses lie (torch 2.13).
-        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if parse_min_max_nnodes(args.nnodes)[1] == 1:
+        wanted |= loopback_variables()
+    # Else torch's c10d rendezvous opens a store for the ranks beside the one of cli.rendezvous.
+    wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if allow.user_prefixes():
         # They may lie in the current folder: as in the launcher, see cli.main.
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]
