@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,9 +113,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     settings = settings or RunSettings()
     rendezvous.register()
     folder = RunFolder.create()
-    if not _wants_logs(args):
-        # Torch writes there why a rank failed, and removes nothing.
-        args.log_dir = str(folder.path / "ranks")
+    _choose_log_dir(args, folder)
     relay = StopRelay(
         folder, settings.stop_grace_s, lambda number: SignalException(f"got {number}", number)
     )
@@ -176,11 +175,23 @@ def _left_to_the_agent(signals: str) -> str:
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
 
-def _wants_logs(args: argparse.Namespace) -> bool:
-    """Whether the user asked for files with what the ranks print, which stay after the run."""
-    streams = args.redirects != "0" or args.tee != "0"
-    filters = args.duplicate_stdout_filters or args.duplicate_stderr_filters
-    return bool(args.log_dir or args.logs_specs or streams or filters)
+def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
+    """Give torch a folder that goes with the run, unless the user asked for files of what ranks print."""
+    if args.log_dir or args.logs_specs:
+        return
+    asked = {
+        "--redirects": args.redirects != "0",
+        "--tee": args.tee != "0",
+        "--duplicate-stdout-filters": args.duplicate_stdout_filters,
+        "--duplicate-stderr-filters": args.duplicate_stderr_filters,
+    }
+    if any(asked.values()):
+        args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")  # as torchrun calls it
+        names = ", ".join(option for option, is_asked in asked.items() if is_asked)
+        print(f"note: the files of {names} lie in {args.log_dir}", file=sys.stderr)
+    else:
+        # Torch's agent has the ranks write there why they failed, and would leave it.
+        args.log_dir = str(folder.path / "ranks")
 
 
 @contextlib.contextmanager

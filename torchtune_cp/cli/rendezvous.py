@@ -265,19 +265,20 @@ class DynamicNodes(_SeveralNodes):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until enough nodes have joined."""
-        run = self._params.run_id
+        if self._inner is None:
+            self._inner = self._join(time.monotonic() + self._timeout_s)
+        run = f"--rdzv-id {self._params.run_id}"
         try:
-            if self._inner is None:
-                self._inner = self._join(time.monotonic() + self._timeout_s)
             info = self._inner.next_rendezvous()
-        except RendezvousTimeoutError as error:
-            # Torch's own has no message.
-            some = f"at least {self._params.min_nodes} nodes of --rdzv-id {run}, and fewer came"
-            raise (error if str(error) else self._late(some)) from None
+        except RendezvousTimeoutError:
+            fewest = self._params.min_nodes
+            raise self._late(f"at least {fewest} nodes of {run}, and fewer came") from None
         except RendezvousClosedError:
             raise RendezvousClosedError(
-                f"the run --rdzv-id {run} at {self._address} has ended: give another --rdzv-id"
+                f"the run {run} at {self._address} has ended: give another --rdzv-id"
             ) from None
+        except RendezvousConnectionError:
+            raise self._gone() from None
         except RendezvousStateError:
             raise RendezvousStateError(f"what lies at {self._address} is no run's state") from None
         deadline = time.monotonic() + self._timeout_s
