@@ -111,14 +111,14 @@ class Arrivals:
 
     def give_up(self, why: str) -> None:
         """Tell the others that there will be no start, and wait a moment until they have heard it."""
-        self._store.set(_OVER, why)
+        self.leave(why)
         until = time.monotonic() + _FAREWELL_S
         while self._store.add(_TOLD, 0) < self.count() - 1 and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def leave(self, why: str) -> None:
-        """Tell whoever will come to this start that there will be none."""
-        self._store.set(_OVER, why)
+        """Tell whoever comes to this start that there will be none; the first reason counts."""
+        self._store.compare_set(_OVER, "", why)
 
     def _wait_a_moment(self, deadline: float) -> None:
         if self._store.check([_OVER]):

@@ -182,8 +182,8 @@ def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
     asked = {
         "--redirects": args.redirects != "0",
         "--tee": args.tee != "0",
-        "--duplicate-stdout-filters": args.duplicate_stdout_filters,
-        "--duplicate-stderr-filters": args.duplicate_stderr_filters,
+        "--duplicate-stdout-filters": getattr(args, "duplicate_stdout_filters", None),
+        "--duplicate-stderr-filters": getattr(args, "duplicate_stderr_filters", None),
     }
     if any(asked.values()):
         args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")  # as torchrun calls it

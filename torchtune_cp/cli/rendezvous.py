@@ -316,7 +316,7 @@ class DynamicNodes(_SeveralNodes):
 
     def _store_for_ranks(self) -> RendezvousStoreInfo:
         here = self._params.local_addr or socket.getfqdn()
-        if self._host and is_loopback(self._host):
+        if self._params.max_nodes == 1 or (self._host and is_loopback(self._host)):
             here = LOOPBACK
         self._ranks_meet = _serve(here, 0)
         return RendezvousStoreInfo(here, self._ranks_meet.port)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtune_cp.cli.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
@@ -25,6 +24,7 @@ _MASTER_ADDR, _MASTER_PORT, _C10D_PORT = "127.0.0.1", 29500, 29400
 
 _SECONDS = ("read_timeout", "join_timeout", "last_call_timeout", "close_timeout")
 _C10D_NUMBERS = (*_SECONDS, "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+_YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 #: ``--rdzv-conf`` of each backend.
 _CONF = {"static": ("timeout",), "c10d": (*_C10D_NUMBERS, "store_type", "is_host")}
 
@@ -68,11 +68,13 @@ def settle_rendezvous(args: argparse.Namespace) -> None:
     given = conf.get(timeout_key, args.rdzv_timeout)
     timeout = DEFAULT_TIMEOUT_S if given is None else _seconds("--rdzv-timeout", given)
     conf[timeout_key] = str(timeout)
-    in_file = backend == "c10d" and conf.get("store_type", "tcp") == "file"
+    in_file = backend == "c10d" and conf.get("store_type", "tcp").lower() == "file"
+    elsewhere = in_file or conf.get("is_host", "").lower() in _NO
+    _note_unused(args, backend, most)
     args.standalone = False
     if backend not in _CONF:
         pass  # etcd, or a plug-in of the user's: its own options
-    elif most == 1 and not in_file:
+    elif most == 1 and not elsewhere:
         _settle_one_node(args, backend)
         conf = {}
     elif backend == "static":
@@ -112,9 +114,25 @@ def _read_conf(text: str, backend: str) -> dict[str, str]:
             )
         if key in (*_C10D_NUMBERS, "timeout"):
             _seconds(f"--rdzv-conf {key}", value)
-    if conf.get("store_type", "tcp") not in ("tcp", "file"):
-        raise ConfigError(f"--rdzv-conf store_type: tcp or file, got {conf['store_type']!r}")
+    for key, values in (("store_type", ("tcp", "file")), ("is_host", (*_YES, *_NO))):
+        if allowed and conf.get(key, values[0]).lower() not in values:
+            raise ConfigError(f"--rdzv-conf {key}: one of {', '.join(values)}, got {conf[key]!r}")
     return conf
+
+
+def _note_unused(args: argparse.Namespace, backend: str, most: int) -> None:
+    """Name what was given, and the backend that was chosen has no use for."""
+    c10d = backend == "c10d"
+    unused = {
+        "--node-rank": c10d and args.node_rank != 0,
+        "--master-addr": c10d and args.master_addr != _MASTER_ADDR,
+        "--master-port": c10d and args.master_port is not None,
+        "--local-addr": (backend == "static" or most == 1) and args.local_addr is not None,
+    }
+    names = ", ".join(option for option, is_given in unused.items() if is_given)
+    if names:
+        nodes = "one node" if most == 1 else "several nodes"
+        _note(f"--rdzv-backend {backend} with {nodes} makes no use of {names}")
 
 
 def _seconds(option: str, value: str | int) -> int:
@@ -201,14 +219,6 @@ def _settle_static(args: argparse.Namespace, fewest: int, most: int) -> None:
 def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool) -> None:
     if fewest != most and not args.rdzv_endpoint:
         raise ConfigError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT to meet at")
-    unused: Mapping[str, bool] = {
-        "--node-rank": args.node_rank != 0,
-        "--master-addr": args.master_addr != _MASTER_ADDR,
-        "--master-port": args.master_port is not None,
-    }
-    if any(unused.values()):
-        names = ", ".join(option for option, is_given in unused.items() if is_given)
-        _note(f"--rdzv-backend c10d numbers the nodes itself and makes no use of {names}")
     if not in_file:
         place = _place(args, "c10d", _C10D_PORT)
         _check_port(place)
