@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-import uuid
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from torchtune_cp.config.entry_point import (
     TRACEBACK_VARIABLE,
     wants_traceback,
 )
+from torchtune_cp.config.loopback import loopback_variables
 from torchtune_cp.config.run_folder import RUN_FOLDER_VARIABLE, STOP_SIGNALS, RunFolder
 from torchtune_cp.errors import EXIT_STOPPED, ConfigError
 
@@ -94,11 +95,8 @@ class RunSettings:
 def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
     """Run ``args.training_script`` as torchrun would.
 
-    One node without a rendezvous of its own gets a free port on the loopback interface, so that any
-    number of runs stand side by side.
-
     Args:
-        args: The options of torchrun's parser.
+        args: The options of torchrun's parser, those of the rendezvous settled.
         settings: Of the run's config.
 
     Raises:
@@ -106,13 +104,16 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
+    from torchtune_cp.cli import rendezvous
     from torchtune_cp.cli.watchful_agent import AgentWatch, watched_agent
 
     settings = settings or RunSettings()
-    _use_a_free_port(args)
+    rendezvous.register()
     folder = RunFolder.create()
+    _choose_log_dir(args, folder)
     relay = StopRelay(
         folder, settings.stop_grace_s, lambda number: SignalException(f"got {number}", number)
     )
@@ -150,6 +151,10 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
             else ""
         )
         raise RunFailed(f"stopped by {signal.Signals(number).name}{late}", 128 + number) from None
+    except RendezvousError as error:
+        if wants_traceback():
+            raise
+        raise RunFailed(str(error)) from None
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         if wants_traceback():
             raise
@@ -170,19 +175,23 @@ def _left_to_the_agent(signals: str) -> str:
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
 
-def _use_a_free_port(args: argparse.Namespace) -> None:
-    from torch.distributed.run import parse_min_max_nnodes
-
-    one_node = parse_min_max_nnodes(args.nnodes)[1] == 1
-    own_rendezvous = args.rdzv_backend != "static" or args.rdzv_endpoint or args.master_port
-    if args.standalone or (one_node and not own_rendezvous):
-        args.standalone = False
-        args.rdzv_backend = "c10d"
-        args.rdzv_endpoint = "localhost:0"
-        args.rdzv_id = str(uuid.uuid4())
-        if args.local_addr is None:
-            # The host's own name need not resolve (containers, laptops off the network).
-            args.local_addr = "localhost"
+def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
+    """Give torch a folder that goes with the run, unless the user asked for files of what ranks print."""
+    if args.log_dir or args.logs_specs:
+        return
+    asked = {
+        "--redirects": args.redirects != "0",
+        "--tee": args.tee != "0",
+        "--duplicate-stdout-filters": getattr(args, "duplicate_stdout_filters", None),
+        "--duplicate-stderr-filters": getattr(args, "duplicate_stderr_filters", None),
+    }
+    if any(asked.values()):
+        args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")  # as torchrun calls it
+        names = ", ".join(option for option, is_asked in asked.items() if is_asked)
+        print(f"note: the files of {names} lie in {args.log_dir}", file=sys.stderr)
+    else:
+        # Torch's agent has the ranks write there why they failed, and would leave it.
+        args.log_dir = str(folder.path / "ranks")
 
 
 @contextlib.contextmanager
@@ -194,9 +203,10 @@ def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator
     processes = determine_local_world_size(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
-    if parse_min_max_nnodes(args.nnodes)[1] > 1:
-        # Else a restart meets in the store of the start before, where old addresses lie (torch 2.13).
-        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if parse_min_max_nnodes(args.nnodes)[1] == 1:
+        wanted |= loopback_variables()
+    # Else torch's c10d rendezvous opens a store for the ranks beside the one of cli.rendezvous.
+    wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if allow.user_prefixes():
         # They may lie in the current folder: as in the launcher, see cli.main.
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
+from torchtune_cp.cli.rendezvous_options import add_options, settle_rendezvous
 from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
-from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
+from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder, wants_traceback
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe, recipes_dir
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME, check_output
@@ -42,6 +43,20 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run_command)
 
 
+def _import_torch_quietly() -> None:
+    """Import torch without its C++ log in this process: a store that goes away fills pages of it."""
+    variable = (
+        "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks are to have their own log
+    )
+    if variable in os.environ or wants_traceback():
+        return
+    os.environ[variable] = "FATAL"
+    try:
+        import torch.distributed  # noqa: F401
+    finally:
+        del os.environ[variable]
+
+
 def _torchrun_parser() -> OneLineParser:
     # Importing torch takes seconds, and only this subcommand needs it.
     from torch.distributed.run import get_args_parser
@@ -56,6 +71,7 @@ def _torchrun_parser() -> OneLineParser:
     parser.add_argument(
         "--log-level", "--log_level", type=str.upper, help="DEBUG shows the tracebacks of errors"
     )
+    add_options(parser)
     return parser
 
 
@@ -70,6 +86,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
         ConfigError: The command or the config is refused; nothing was started.
         RunFailed: The run was started and failed.
     """
+    _import_torch_quietly()
     parser = _torchrun_parser()
     args = parser.parse_args(list(argv))
     if "DEBUG" in (log_level, args.log_level):
@@ -77,6 +94,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
     source, overrides = split_argv(args.training_script_args)
     recipe = _locate_recipe(args)
     world_size = world_size_of(args)
+    settle_rendezvous(args)
     settings = RunSettings()
     if source is not None:
         config_path = find_config(source)

@@ -6,9 +6,12 @@ small files in a folder of the run's own, whose path the ranks inherit in an env
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import signal
+import stat
 import tempfile
 from pathlib import Path
 
@@ -20,6 +23,12 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: A scheduler may signal a process once by its id and once as one of its group: seconds within which
 #: that counts as one signal.
 ONE_SIGNAL_S = 0.2
+
+_PREFIX = "tune_run_"
+#: The owner stands in the name, so that there is no moment at which a folder has none.
+_WITH_OWNER = re.compile(
+    rf"{_PREFIX}[0-9a-f]{{16}}_(?P<pid>[0-9]+)_(?P<began>[0-9]+)_[a-z0-9_]{{8}}"
+)
 
 _ASKED_BY_LAUNCHER = "asked_by_launcher"
 _ENDING = "ending"
@@ -38,8 +47,12 @@ class RunFolder:
 
     @classmethod
     def create(cls) -> RunFolder:
-        """Make a new one, readable by this user alone."""
-        return cls(tempfile.mkdtemp(prefix="tune_run_"))
+        """Make a new one, readable by this user alone, and remove those that killed launchers left."""
+        prefix, namespace = _PREFIX, _namespace()
+        if namespace is not None:
+            _remove_those_of_the_dead(namespace)
+            prefix = f"{_PREFIX}{namespace}_{os.getpid()}_{_began(os.getpid())}_"
+        return cls(tempfile.mkdtemp(prefix=prefix))
 
     @classmethod
     def from_environment(cls) -> RunFolder | None:
@@ -124,6 +137,46 @@ class RunFolder:
             return (self.path / name).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
+
+
+def _namespace() -> str | None:
+    """Name what process ids count in: this machine since its start, and the namespace.
+
+    None on a system without ``/proc``.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+    return hashlib.sha256(f"{boot}{namespace}".encode()).hexdigest()[:16]
+
+
+def _began(pid: int) -> str | None:
+    """Return when a process began, in the kernel's ticks; None if it has ended.
+
+    Raises:
+        OSError: It cannot be told.
+    """
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = status.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else fields[18]
+
+
+def _remove_those_of_the_dead(namespace: str) -> None:
+    """Remove this user's folders whose launcher, of this machine and namespace, is gone for certain."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{namespace}_*"):
+        match = _WITH_OWNER.fullmatch(folder.name)
+        try:
+            info = folder.lstat()
+            gone = match is not None and _began(int(match["pid"])) != match["began"]
+        except OSError:
+            continue  # another launcher removes it too, or it cannot be told
+        if gone and stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_running(pid: int) -> bool:

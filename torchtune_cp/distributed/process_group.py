@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchtune_cp.config.loopback import loopback_variables
 from torchtune_cp.distributed.context_parallel.torch_private import set_default_group_timeout
 from torchtune_cp.errors import UserError
 
@@ -61,6 +62,7 @@ def init_distributed(device: str, collective_timeout_s: float | None = None) -> 
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )
         else:
+            os.environ.update(loopback_variables())  # `tune run` does it for a node's ranks
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return chosen
 

@@ -55,13 +55,14 @@ if __name__ == "__main__":
 def tune(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
     """Start ``tune run`` on a stand-in recipe in ``tmp_path``, from there."""
     (tmp_path / "my_recipe.py").write_text(RECIPE)
+    (tmp_path / "temporary").mkdir()
     (tmp_path / "my_parts.py").write_text("def three():\n    return 3\n")
     (tmp_path / "my.yaml").write_text(
         f"folder: {tmp_path}\ndo: finish\nx: 1\npart: {{_component_: my_parts.three}}\n"
     )
     environment = {
         k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "TUNE_TRACEBACK")
-    }
+    } | {"TMPDIR": str(tmp_path / "temporary")}
 
     def start(*argv: str, **variables: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -79,7 +80,12 @@ def tune(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
 MINE = ("--nproc_per_node", "2", "my_recipe.py", "--config", "my.yaml")
 
 
-def test_two_runs_at_once_of_a_recipe_of_ones_own(tune: Callable) -> None:
+def left_over(tmp_path: Path) -> list[str]:
+    """What lies in the folder for temporary files."""
+    return [path.name for path in (tmp_path / "temporary").iterdir()]
+
+
+def test_two_runs_at_once_of_a_recipe_of_ones_own(tune: Callable, tmp_path: Path) -> None:
     runs = [tune(*MINE, f"x={i}") for i in (5, 6)]
     ports = set()
     for i, run in zip((5, 6), runs, strict=True):
@@ -91,6 +97,7 @@ def test_two_runs_at_once_of_a_recipe_of_ones_own(tune: Callable) -> None:
         assert f"threads {max(1, len(os.sched_getaffinity(0)) // 2)} " in lines[0]
         ports |= {line.split(" port ")[1].split()[0] for line in lines}
     assert len(ports) == 2
+    assert left_over(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -112,12 +119,13 @@ def test_two_runs_at_once_of_a_recipe_of_ones_own(tune: Callable) -> None:
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_cause_alone(
-    tune: Callable, do: str, code: int, said: list[str]
+    tune: Callable, tmp_path: Path, do: str, code: int, said: list[str]
 ) -> None:
     run = tune(*MINE, f"do={do}")
     _, err = run.communicate(timeout=60)  # the other rank would sleep for minutes
     assert run.returncode == code
     assert err.splitlines() == said
+    assert left_over(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -165,9 +173,18 @@ def test_a_signal_to_the_launcher_ends_every_rank(
     _wait_for(lambda: not any(_is_alive(pid) for pid in pids))
     if name == "SIGKILL":
         assert run.returncode == -number
+        assert left_over(tmp_path) != []
+        # The next run removes it; a folder of files that the user asked for is no leftover.
+        following = tune("--redirects", "1", *MINE)
+        assert following.communicate(timeout=60)[1].startswith("note: the files of --redirects")
+        (logs,) = left_over(tmp_path)
+        assert logs.startswith("torchelastic_")
+        (printed,) = (tmp_path / "temporary" / logs).glob("*/attempt_0/0/stdout.log")
+        assert printed.read_text().startswith("rank 0 of 2")
     else:
         assert run.returncode == 128 + number
         assert err.splitlines() == [f"error: stopped by {name}"]
+        assert left_over(tmp_path) == []
 
 
 def test_a_rank_blocked_in_a_collective_does_not_outlive_the_first_cause(

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torchtune_cp.cli import run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import main
+from torchtune_cp.cli.rendezvous_options import settle_rendezvous
 from torchtune_cp.config.locate import recipes_dir
 
 RECIPE = "full_finetune_distributed"
@@ -58,6 +59,29 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["--nproc_per_node", "many", RECIPE, *TINY], "--nproc_per_node"),
         (["--nnodes", "x", RECIPE, *TINY], "--nnodes"),
         (["--nproc_per_node", "0", RECIPE, *TINY], "at least 1"),
+        (["--standalone", "--nnodes", "2", RECIPE, *TINY], "--standalone is for one node"),
+        (["--standalone", "--master-port", "29500", RECIPE, *TINY], "leave out --master-port"),
+        (["--node-rank", "1", RECIPE, *TINY], "--node-rank 1: with --nnodes 1"),
+        (["--nnodes", "2", "--node-rank", "2", RECIPE, *TINY], "it is one of 0 to 1"),
+        (["--nnodes", "1:2", RECIPE, *TINY], "--nnodes 1:2 needs --rdzv-endpoint"),
+        (["--nnodes", "1:2", "--rdzv-backend", "static", RECIPE, *TINY], "use c10d"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:0", RECIPE, *TINY], "a port that they know"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:x", RECIPE, *TINY], "--rdzv-endpoint: The port"),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=h:5", "--master-port=6", RECIPE, *TINY],
+            "name two addresses",
+        ),
+        (["--rdzv-endpoint", "no-such-host.invalid:5", RECIPE, *TINY], "name is not known here"),
+        (["--master-addr", "192.0.2.77", RECIPE, *TINY], "which has no such address"),
+        (["--rdzv-timeout", "0", RECIPE, *TINY], "--rdzv-timeout: expected a whole number"),
+        (["--rdzv-timeout", "2.5", RECIPE, *TINY], "argument --rdzv-timeout"),
+        (["--rdzv-conf", "timeout=x", RECIPE, *TINY], "--rdzv-conf timeout: expected"),
+        (["--rdzv-conf", "timeouts=1", RECIPE, *TINY], "static has no timeouts; it takes timeout"),
+        (["--rdzv-conf", "timeout", RECIPE, *TINY], "expected key=value"),
+        (
+            ["--rdzv-timeout", "5", "--rdzv-conf", "timeout=6", RECIPE, *TINY],
+            "are the same: give one of them",
+        ),
         ([], "required"),
         (["--nproc_per_nod", "2"], "required"),
     ],
@@ -217,3 +241,27 @@ def test_every_torchrun_option_is_taken_in_both_spellings() -> None:
 )
 def test_the_world_size_is_known_from_the_options(argv: list[str], size: int | None) -> None:
     assert world_size_of(run._torchrun_parser().parse_args([*argv, "recipe"])) == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "backend", "endpoint"),
+    [
+        ([], "tune_one_node", "127.0.0.1:0"),
+        (["--standalone"], "tune_one_node", "127.0.0.1:0"),
+        (["--rdzv-backend", "c10d"], "tune_one_node", "127.0.0.1:0"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:5"], "tune_one_node", "127.0.0.1:5"),
+        (["--rdzv-endpoint", "[::1]:5"], "tune_one_node", "[::1]:5"),
+        (["--master-port", "5"], "tune_one_node", "127.0.0.1:5"),
+        (["--nnodes", "2", "--master-addr", "h"], "tune_static", "h:29500"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:5"], "tune_static", "h:5"),
+        (["--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=h"], "tune_c10d", "h:29400"),
+        (["--nnodes", "1:2", "--rdzv-endpoint", "h:5"], "tune_c10d", "h:5"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:5"], "etcd", "h:5"),
+    ],
+)
+def test_only_who_asks_for_it_meets_with_pickled_state(
+    argv: list[str], backend: str, endpoint: str
+) -> None:
+    args = run._torchrun_parser().parse_args([*argv, "recipe"])
+    settle_rendezvous(args)
+    assert (args.rdzv_backend, args.rdzv_endpoint) == (backend, endpoint)
