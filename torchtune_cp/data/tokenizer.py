@@ -16,7 +16,7 @@ from tokenizers.processors import ByteLevel
 from torchtune_cp.data.chat_templates import find_chat_template, render_chat
 from torchtune_cp.data.message_spans import MessageSpan, find_message_spans
 from torchtune_cp.data.messages import Message
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -361,7 +361,7 @@ def _tokenizer_folder(path: Path) -> Path:
         if (folder / "tokenizer.json").is_file():
             return folder
     if not candidates[0].is_dir():
-        raise UserError(f"tokenizer.path={str(path)!r} does not exist")
+        raise NotFoundHereError(f"tokenizer.path={str(path)!r} does not exist")
     there = sorted(p.name for p in candidates[0].iterdir())
     shown = ", ".join(there[:12]) + (", ..." if len(there) > 12 else "") if there else "nothing"
     raise UserError(
