@@ -148,46 +148,39 @@ class _Trial:
         else:
             self._found.problems += [line for line in lines if line not in self._found.problems]
 
-    def _has_problem(self, key: str) -> bool:
-        return any(line.startswith((f"{key}.", f"{key}:")) for line in self._found.problems)
-
     def _node(self, key: str) -> dict[str, Any] | None:
+        """A component without the arguments that have a problem; None when it is not to be tried."""
         node = self._values.get(key)
-        if not isinstance(node, dict) or self._has_problem(key):
+        if not isinstance(node, dict):
+            return None
+        reported = {line.partition(": ")[0] for line in self._found.problems}
+        if reported & {key, f"{key}.{COMPONENT}"}:
             return None
         path = torchtune_names.resolve(node[COMPONENT])
-        return node if path.startswith(_CHEAP) and not allow.allowed_by_user(path) else None
+        if not path.startswith(_CHEAP) or allow.allowed_by_user(path):
+            return None
+        return {name: value for name, value in node.items() if f"{key}.{name}" not in reported}
 
     def _build(self, key: str, *given: Any, **supplied: Any) -> Any:
-        """Build one component; None when it is refused, or not to be tried."""
-        node = self._node(key)
-        if node is None:
-            return None
-        try:
-            return instantiate(OmegaConf.create({key: node})[key], *given, **supplied)
-        except UserError as error:
-            self._add("" if one_line(error).startswith(key) else f"{key}: ", error)
-        except Exception as error:  # noqa: BLE001  (a library's own refusal, of any type)
-            self._found.problems.append(self._blame(key, node, error, given, supplied))
-        return None
+        """Build one component; None when it is refused, or not to be tried.
 
-    def _blame(
-        self,
-        key: str,
-        node: Mapping[str, Any],
-        error: Exception,
-        given: tuple[Any, ...],
-        supplied: Mapping[str, Any],
-    ) -> str:
-        """Name the argument without which the error goes away, if there is one."""
-        for name, value in node.items():
-            if name == COMPONENT:
-                continue
-            rest = {n: v for n, v in node.items() if n != name}
-            with suppress(Exception):
-                instantiate(rest, *given, **supplied)
-                return f"{key}.{name}: {value!r} is refused by {node[COMPONENT]}: {one_line(error)}"
-        return f"{key}: {node[COMPONENT]} refuses its arguments: {one_line(error)}"
+        An argument that is refused is left out of another try, so that no mistake hides the next.
+        """
+        node = self._node(key)
+        while node is not None:
+            try:
+                return instantiate(OmegaConf.create({key: node})[key], *given, **supplied)
+            except UserError as error:
+                self._add("" if one_line(error).startswith(key) else f"{key}: ", error)
+                return None
+            except Exception as error:  # noqa: BLE001  (a library's own refusal, of any type)
+                name = _to_blame(node, error, given, supplied)
+                where, what = (key, "") if name is None else (f"{key}.{name}", f"{node[name]!r} ")
+                self._found.problems.append(
+                    f"{where}: {what}is refused by {node[COMPONENT]}: {one_line(error)}"
+                )
+                node = {n: v for n, v in node.items() if n != name} if name else None
+        return None
 
     def _check_loss(self, loss: Any) -> None:
         if loss is None:
@@ -236,6 +229,22 @@ class _Trial:
             self._found.problems.append("optimizer.lr: expected a finite number, got inf")
         steps = _most_steps(self._values) or _LONG
         self._build("lr_scheduler", optimizer, num_training_steps=steps)
+
+
+def _to_blame(
+    node: Mapping[str, Any], error: Exception, given: tuple[Any, ...], supplied: Mapping[str, Any]
+) -> str | None:
+    """The argument without which this error does not come, if there is one."""
+    for name in node:
+        if name == COMPONENT:
+            continue
+        try:
+            instantiate({n: v for n, v in node.items() if n != name}, *given, **supplied)
+        except Exception as other:  # noqa: BLE001  (another mistake may be left)
+            if type(other) is type(error) and str(other) == str(error):
+                continue
+        return name
+    return None
 
 
 def _takes(call: Callable[..., Any], positional: int) -> bool:

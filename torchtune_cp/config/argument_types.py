@@ -7,6 +7,7 @@ judged by its default, and one whose type cannot be compared with these fits.
 import inspect
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,8 @@ class AtLeast:
 
 
 _UNKNOWN = Any
+#: Counts by their name, in libraries that declare no type, or no bound.
+_COUNT = re.compile(r"num_\w*steps|warmup_steps")
 
 
 def parameters_of(component: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -70,6 +73,8 @@ def type_problems(
             hint = _hint_of_default(parameter.default)
         elif value is None and parameter.default is None:
             continue
+        if _COUNT.fullmatch(name) and hint in (int, _UNKNOWN):
+            hint = Annotated[int, AtLeast(0)]
         if not fits(value, hint):
             problems.append(
                 f"{key}.{name}: expected {' or '.join(_allowed(hint))}, got {_said(value, hint)}"

@@ -85,8 +85,8 @@ def unknown_names(
         if name not in takes:
             hint = did_you_mean(name, sorted(own)) or did_you_mean(name, sorted(takes))
             yield UserError(
-                f"{name}: is no argument of this data set, nor of datasets.load_dataset for"
-                f" {source!r}{hint}"
+                f"{name}: is no argument of this data set, nor of datasets.load_dataset"
+                f"{f' for {source!r}' if source else ''}{hint}"
             )
 
 
