@@ -25,6 +25,7 @@ from tests.docs.pages import (
 from torchtune_cp.cli import plan, run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import _parser, main
+from torchtune_cp.cli.recipe import Recipe
 from torchtune_cp.config import component_problems, load, to_typed
 from torchtune_cp.config.load import split_argv
 from torchtune_cp.config.locate import find_recipe
