@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.config import allow, get_component, instantiate, schema, torchtune_names
 from torchtune_cp.config.argument_checks import argument_errors
+from torchtune_cp.config.argument_types import parameters_of
 from torchtune_cp.config.entry_point import one_line
 from torchtune_cp.config.instantiate import components_problems
 from torchtune_cp.config.overrides import COMPONENT
@@ -159,7 +160,11 @@ class _Trial:
         path = torchtune_names.resolve(node[COMPONENT])
         if not path.startswith(_CHEAP) or allow.allowed_by_user(path):
             return None
-        return {name: value for name, value in node.items() if f"{key}.{name}" not in reported}
+        left_out = {name for name in node if f"{key}.{name}" in reported}
+        parameters = parameters_of(get_component(path)) or ()
+        if any(p.name in left_out and p.default is p.empty for p in parameters):
+            return None  # it cannot do without
+        return {name: value for name, value in node.items() if name not in left_out}
 
     def _build(self, key: str, *given: Any, **supplied: Any) -> Any:
         """Build one component; None when it is refused, or not to be tried.

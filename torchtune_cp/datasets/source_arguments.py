@@ -39,7 +39,9 @@ _LOWEST = {
 
 def check_values(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[UserError]:
     """Say which of the arguments that data sets share have values that none of them takes."""
-    for name in own & arguments.keys():
+    for name in arguments:
+        if name not in own:
+            continue
         value, choices, low = arguments[name], _CHOICES.get(name), _LOWEST.get(name)
         if choices and isinstance(value, str) and value not in choices:
             hint = did_you_mean(value, choices)

@@ -105,8 +105,13 @@ def test_an_argument_without_a_type_is_judged_by_its_default_and_a_count_by_its_
 
 
 def test_the_defaults_of_every_optimizer_and_schedule_of_torch_fit_their_own_types() -> None:
-    modules = (torch.optim, torch.optim.lr_scheduler)
-    components = [v for module in modules for v in vars(module).values() if inspect.isclass(v)]
+    bases = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    components = [
+        value
+        for module in (torch.optim, torch.optim.lr_scheduler)
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, bases)
+    ]
     assert len(components) > 25
     for component in components:
         defaults = {
