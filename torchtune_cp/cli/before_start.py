@@ -129,7 +129,9 @@ class _Trial:
             for place, node in _nodes(key, value):
                 self._ask(place, node)
         self._build("checkpointer")
-        self._build("tokenizer")
+        tokenizer = self._build("tokenizer")
+        if tokenizer is not None:
+            self._build("masking", tokenizer, seed=0)
         self._check_loss(self._build("loss"))
         self._check_model()
         self._check_optimizer()

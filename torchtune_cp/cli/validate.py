@@ -62,13 +62,13 @@ def _recipe_option(args: argparse.Namespace) -> str | None:
 def _run(args: argparse.Namespace) -> None:
     name = _recipe_option(args)
     path = find_config(args.config)
+    cfg = load(args.config, args.overrides)
     if name is None:
         config_class: type[FullFinetuneConfig] | None = schema_of(args.config)
     else:
         recipe = Recipe(find_recipe(name))
         recipe.trust()
         config_class = recipe.config_class()
-    cfg = load(args.config, args.overrides)
     found = look_over(cfg, config_class, text=path.read_text(encoding="utf-8"))
     if found.problems:
         raise ConfigError(found.problems)
