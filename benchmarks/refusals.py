@@ -72,7 +72,13 @@ EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"attention_head_chunks": 2, "ac_mode": "selective", "ac_option": "op"},
     {"attention_head_chunks": 2, "custom_sharded_layers": ["layers.0.attn"]},
     {"enable_fp8_training": True, "tensor_parallel_dim": 2, "compile": True},
-    {"tensor_parallel_dim": 2, "compile": True, "enable_activation_checkpointing": True},
+    {"tensor_parallel_dim": 2, "compile": True, "ac_mode": "selective", "ac_option": "op"},
+    {
+        "tensor_parallel_dim": 2,
+        "context_parallel_dim": 2,
+        "compile": True,
+        "enable_activation_checkpointing": True,
+    },
     {
         "enable_fp8_training": True,
         "fp8_recipe_name": "rowwise",

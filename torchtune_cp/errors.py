@@ -11,6 +11,10 @@ class UserError(ValueError):
     """A mistake by the user: the message says what was given, what is allowed and which key to change."""
 
 
+class NotFoundHereError(UserError):
+    """Something that is named rightly, for all that can be known, but is not on this machine."""
+
+
 class ConfigError(UserError):
     """A config (or command line) that cannot be run; the command line exits with code 2.
 

@@ -365,8 +365,13 @@ def test_compiled_layers_give_the_same_step(tmp_path):
             gradient_accumulation_steps=3,
             compile=True,
             optimizer={"lr": LR},
+            enable_activation_checkpointing=checkpointed,
         )
-        for name, cp in (("tp2", 1), ("cp2_tp2", 2))
+        for name, cp, checkpointed in (
+            ("tp2", 1, False),
+            ("ac2", 1, True),
+            ("cp2_tp2", 2, False),
+        )
     ]
     for cfg in cfgs:
         run_ranks(2 * cfg.context_parallel_dim, run_recipe, [cfg], tmp_path / cfg.output_dir[-3:])

@@ -25,6 +25,7 @@ from tests.docs.pages import (
 from torchtune_cp.cli import plan, run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import _parser, main
+from torchtune_cp.cli.recipe import Recipe
 from torchtune_cp.config import component_problems, load, to_typed
 from torchtune_cp.config.load import split_argv
 from torchtune_cp.config.locate import find_recipe
@@ -55,7 +56,7 @@ def _check_run(words: tuple[str, ...]) -> None:
     args = run._torchrun_parser().parse_args(words[2:])
     source, overrides = split_argv(args.training_script_args)
     assert source is not None
-    schema = run._schema_of(run._Recipe(find_recipe(args.training_script)))
+    schema = Recipe(find_recipe(args.training_script)).config_class()
     assert schema is not None
     cfg = to_typed(load(source, overrides), schema, world_size=world_size_of(args))
     assert component_problems(cfg) == []

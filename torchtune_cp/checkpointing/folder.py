@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -136,7 +136,7 @@ def _count(number: object) -> int:
 def _require_folder(checkpoint_dir: str | Path) -> Path:
     folder = Path(checkpoint_dir).expanduser()
     if not folder.is_dir():
-        raise UserError(
+        raise NotFoundHereError(
             f"checkpointer.checkpoint_dir: {folder} is not a folder; give the folder of a "
             "downloaded Hugging Face model (`tune download REPO_ID`), or null to start from "
             "random weights"

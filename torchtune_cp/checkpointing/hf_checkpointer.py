@@ -5,7 +5,7 @@ import re
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +19,7 @@ from torchtune_cp.checkpointing.folder import (
 from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
 from torchtune_cp.checkpointing.model_folder import OTHER_FILES, TOKENIZER_FILES
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
+from torchtune_cp.config.argument_types import AtLeast
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.auto import LanguageModel, hf_config
 from torchtune_cp.models.config import DecoderConfig
@@ -90,6 +91,8 @@ class FullModelHFCheckpointer:
         resume_from_checkpoint: bool = False,
         safe_serialization: bool = True,
         should_load_recipe_state: bool = False,
+        keep_last_n_checkpoints: Annotated[int | None, AtLeast(1)] = None,
+        enable_dcp: bool = False,
     ) -> None:
         """Check the folder; nothing is loaded. The arguments are those of torchtune.
 
@@ -104,32 +107,47 @@ class FullModelHFCheckpointer:
             resume_from_checkpoint: Not available here: only False.
             safe_serialization: Only True: pickles are not written.
             should_load_recipe_state: Not available here: only False.
+            keep_last_n_checkpoints: torchtune's name for the run's ``keep_last_n``; the recipe reads
+                it there.
+            enable_dcp: Not available here (training checkpoints are always distributed): only False.
 
         Raises:
-            UserError: An argument is not available, or the folder is not whole.
+            UserError: Arguments are not available (all are named), or the folder is not whole.
         """
         key = "checkpointer"
+        problems = []
         if adapter_checkpoint is not None:
-            raise UserError(
+            problems.append(
                 f"{key}.adapter_checkpoint={adapter_checkpoint}: adapters (LoRA) are not "
                 "supported; merge the adapter into the model first and leave this null"
             )
-        if recipe_checkpoint is not None or should_load_recipe_state or resume_from_checkpoint:
-            raise UserError(
-                f"{key}: torchtune's recipe_checkpoint files cannot be resumed from; leave "
-                "recipe_checkpoint null and should_load_recipe_state and resume_from_checkpoint "
-                "false"
-            )
+        for name, value in (
+            ("recipe_checkpoint", recipe_checkpoint),
+            ("should_load_recipe_state", should_load_recipe_state or None),
+            ("resume_from_checkpoint", resume_from_checkpoint or None),
+        ):
+            if value is not None:
+                problems.append(
+                    f"{key}.{name}={value}: torchtune's recipe checkpoints cannot be resumed from; "
+                    "leave it out (resume_from_checkpoint of the run resumes a run of this project)"
+                )
         if not safe_serialization:
-            raise UserError(
+            problems.append(
                 f"{key}.safe_serialization=false: only safetensors is written; leave it true"
             )
+        if enable_dcp:
+            problems.append(
+                f"{key}.enable_dcp=true: leave it false; enable_async_checkpointing of the run saves "
+                "in the background"
+            )
         if model_type is not None and str(model_type).upper() not in _MODEL_TYPES:
-            raise UserError(
+            problems.append(
                 f"{key}.model_type={model_type} is not supported; known: {', '.join(_MODEL_TYPES)}"
             )
         if checkpoint_dir is None and checkpoint_files:
-            raise UserError(f"{key}.checkpoint_files needs checkpoint_dir, which is null")
+            problems.append(f"{key}.checkpoint_files needs checkpoint_dir, which is null")
+        if problems:
+            raise UserError("\n".join(problems))
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir).expanduser()
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self._checkpoint_files = checkpoint_files

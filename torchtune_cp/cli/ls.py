@@ -1,13 +1,10 @@
 """``tune ls``: the shipped recipes and their configs."""
 
 import argparse
-import re
 
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.locate import config_names, configs_dir, recipe_names
-
-#: A launch command in a config's comments: its recipe and its config.
-LAUNCH_COMMAND = re.compile(r"^#\s*tune run\b.*?(\w+)\s+--config\s+(\S+)", re.MULTILINE)
+from torchtune_cp.config.torchtune_recipes import LAUNCH_COMMAND
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -38,7 +38,8 @@ def _parser() -> OneLineParser:
         choices=_LEVELS,
         help="DEBUG shows the traceback of an error",
     )
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.print_help())
     for command in (download, ls, cp, cat, run, validate, plan):
         command.add_parser(subparsers)
     return parser

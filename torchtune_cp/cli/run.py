@@ -1,26 +1,25 @@
 """``tune run``: check a config, then start a recipe on every process of this node."""
 
 import argparse
-import ast
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_cp.cli.before_start import look_over
 from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
+from torchtune_cp.cli.recipe import Recipe
 from torchtune_cp.cli.rendezvous_options import add_options, settle_rendezvous
-from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
-from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder, wants_traceback
+from torchtune_cp.config import schema
+from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, wants_traceback
 from torchtune_cp.config.load import load, split_argv
-from torchtune_cp.config.locate import find_config, find_recipe, recipes_dir
+from torchtune_cp.config.locate import find_config, find_recipe
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME, check_output
-from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.errors import ConfigError
 
 __all__ = ["RunFailed", "add_parser", "run_command"]
 
@@ -100,10 +99,9 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
         config_path = find_config(source)
         _refuse_torchrun_options(overrides, parser)
         if recipe is not None:
-            trust_recipe_folder(recipe.path)
-            sys.path.append(str(recipe.path.parent))
+            recipe.trust()
         cfg = load(config_path, overrides)
-        _check_before_start(cfg, recipe, args, world_size)
+        _check_before_start(cfg, config_path, recipe, args, world_size)
         settings = _settings(cfg)
         args.training_script_args = ["--config", str(config_path), *overrides]
     elif recipe is not None and recipe.is_shipped:
@@ -154,48 +152,10 @@ def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
     return "; it starts at the beginning, as there is no checkpoint yet"
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    path: Path
-
-    @property
-    def is_shipped(self) -> bool:
-        return self.path.parent.resolve() == recipes_dir().resolve()
-
-    def schema(self) -> type[schema.FullFinetuneConfig] | None:
-        """Return the config class that ``@config.parse(schema=...)`` names in the recipe's source.
-
-        The source is read, not run: a recipe may import anything. None means a raw config, or a
-        class of the recipe's own, which the recipe itself checks.
-        """
-        for node in ast.walk(ast.parse(self.path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            for decorator in node.decorator_list:
-                name = _schema_name(decorator)
-                found = getattr(schema, name, None) if name else None
-                if isinstance(found, type):
-                    return found
-        return None
-
-
-def _schema_name(decorator: ast.expr) -> str | None:
-    if not isinstance(decorator, ast.Call):
-        return None
-    for keyword in decorator.keywords:
-        if keyword.arg == "schema":
-            value = keyword.value
-            if isinstance(value, ast.Name):
-                return value.id
-            if isinstance(value, ast.Attribute):
-                return value.attr
-    return None
-
-
-def _locate_recipe(args: argparse.Namespace) -> _Recipe | None:
+def _locate_recipe(args: argparse.Namespace) -> Recipe | None:
     if args.module or args.no_python:
         return None  # a module name or a program: torchrun finds it
-    return _Recipe(find_recipe(args.training_script))
+    return Recipe(find_recipe(args.training_script))
 
 
 def _refuse_torchrun_options(overrides: Sequence[str], parser: OneLineParser) -> None:
@@ -210,38 +170,29 @@ def _refuse_torchrun_options(overrides: Sequence[str], parser: OneLineParser) ->
 
 
 def _check_before_start(
-    cfg: DictConfig, recipe: _Recipe | None, args: argparse.Namespace, world_size: int | None
+    cfg: DictConfig,
+    config_path: Path,
+    recipe: Recipe | None,
+    args: argparse.Namespace,
+    world_size: int | None,
 ) -> None:
     """Refuse what can be known to fail, with every problem, before any process is started."""
     if str(cfg.get("log_level")).upper() == "DEBUG":
         os.environ[TRACEBACK_VARIABLE] = "1"
-    config_class = _schema_of(recipe)
-    if config_class is None:
-        checkpointer: Any = OmegaConf.select(cfg, "checkpointer", throw_on_resolution_failure=False)
-    else:
-        typed = schema.to_typed(cfg, config_class, world_size)
-        problems = schema.component_problems(typed) + _device_problems(typed, args)
-        if problems:
-            raise ConfigError(problems)
-        checkpointer = typed.checkpointer
-    if isinstance(checkpointer, DictConfig) and checkpointer.get("checkpoint_dir") is not None:
-        _check_checkpoint(checkpointer)
-    if config_class is not None and typed.tensor_parallel_dim > 1:
-        _check_tensor_parallel(typed)
+    config_class = None if recipe is None else recipe.config_class()
+    text = config_path.read_text(encoding="utf-8")
+    found = look_over(cfg, config_class, world_size, text=text)
+    problems = found.problems + found.not_here
+    if config_class is not None:
+        problems += _device_problems(cfg, args)
+    if problems:
+        raise ConfigError(problems)
     _check_output(cfg, args)
 
 
-def _schema_of(recipe: _Recipe | None) -> type[schema.FullFinetuneConfig] | None:
-    if recipe is None:
-        return None
-    try:
-        return recipe.schema()
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{recipe.path} is no Python file: {error}") from None
-
-
-def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -> list[str]:
-    if cfg.device != "cuda":
+def _device_problems(cfg: DictConfig, args: argparse.Namespace) -> list[str]:
+    device = OmegaConf.select(cfg, "device", throw_on_resolution_failure=False)
+    if str(device or schema.FullFinetuneConfig.device).lower() != "cuda":
         return []
     import torch
 
@@ -264,28 +215,3 @@ def _check_output(cfg: DictConfig, args: argparse.Namespace) -> None:
     nodes = parse_min_max_nnodes(args.nnodes)[1]
     node_rank = args.node_rank if nodes > 1 and args.rdzv_backend == "static" else 0
     check_output(cfg, nodes=nodes, node_rank=node_rank, job=args.rdzv_id)
-
-
-def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:
-    import torch
-
-    from torchtune_cp.models import TransformerDecoder
-
-    with torch.device("meta"):
-        model = instantiate(cfg.model)
-    if not isinstance(model, TransformerDecoder):
-        return  # the recipe says what it takes
-    problems = tensor_parallel_problems(vars(model.config), cfg.tensor_parallel_dim)
-    if problems:
-        raise ConfigError(problems)
-
-
-def _check_checkpoint(checkpointer: DictConfig) -> None:
-    from torchtune_cp.checkpointing import check_folder
-
-    tree = OmegaConf.to_container(checkpointer, resolve=True)
-    assert isinstance(tree, dict)
-    try:
-        check_folder(tree["checkpoint_dir"], checkpoint_files=tree.get("checkpoint_files"))
-    except UserError as error:
-        raise ConfigError(f"checkpointer: {error}") from None

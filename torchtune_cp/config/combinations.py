@@ -158,11 +158,20 @@ def _float8(values: Mapping[str, Any]) -> Iterator[str]:
 def _tensor_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("tensor_parallel_dim", 1) == 1 or not _compiles(values):
         return
-    if values.get("enable_activation_checkpointing") or values.get("ac_mode") not in (None, "none"):
-        # torch 2.13 then puts the mesh among the tensors saved for backward, and stops.
+    # torch 2.13 puts the mesh among the tensors that a compiled checkpoint saves for backward, and
+    # stops. A checkpoint around what was compiled works, but not under context parallelism, and sees
+    # no operators.
+    mode, option = values.get("ac_mode"), values.get("ac_option")
+    every_layer = values.get("enable_activation_checkpointing") or mode == "full"
+    if mode == "selective" and option == "op":
         yield (
-            "compile: must be false with tensor_parallel_dim above 1 and activation checkpointing;"
-            " without checkpointing it can be true"
+            "compile: must be false with tensor_parallel_dim above 1 and ac_option=op; with"
+            " checkpointing by layer it can be true"
+        )
+    elif (every_layer or mode == "selective") and values.get("context_parallel_dim", 1) > 1:
+        yield (
+            "compile: must be false with tensor_parallel_dim and context_parallel_dim above 1 and"
+            " activation checkpointing; without checkpointing it can be true"
         )
 
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config import allow, torchtune_names
+from torchtune_cp.config.argument_types import parameters_of, type_problems
 from torchtune_cp.config.lookup import get_component
 from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.config.suggest import did_you_mean
@@ -112,16 +113,20 @@ def _build(
 
 
 def node_problems(
-    tree: Mapping[str, Any], key: str, *, positional: int = 0, supplied: Collection[str] = ()
+    tree: Mapping[str, Any],
+    key: str,
+    *,
+    positional: int | None = 0,
+    supplied: Collection[str] = (),
 ) -> list[str]:
-    """Compare a component node's argument names with the component's signature.
+    """Compare a component node's arguments with the component's signature: names and types.
 
     Nothing is called. Nested components are compared too.
 
     Args:
         tree: The resolved node as plain containers.
         key: The config key of the node, for messages.
-        positional: How many positional arguments the recipe gives.
+        positional: How many positional arguments the recipe gives; None when that is not known.
         supplied: The keyword arguments that the recipe gives.
 
     Returns:
@@ -136,6 +141,7 @@ def node_problems(
         return error.problems
     names = [name for name in tree if name != COMPONENT]
     problems = _signature_problems(component, path, key, names, positional, supplied)
+    problems += type_problems(component, key, {name: tree[name] for name in names})
     return problems + _argument_problems(tree, key)
 
 
@@ -177,18 +183,17 @@ def _signature_problems(
     path: str,
     key: str,
     names: Sequence[str],
-    positional: int,
+    positional: int | None,
     supplied: Collection[str],
 ) -> list[str]:
-    try:
-        parameters = list(inspect.signature(component).parameters.values())
-    except (TypeError, ValueError):
+    parameters = parameters_of(component)
+    if parameters is None:
         return []  # a callable written in C that does not tell its signature
     kinds = inspect.Parameter
     by_position = [
         p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     ]
-    taken = {p.name for p in by_position[:positional]}
+    taken = {p.name for p in by_position[: positional or 0]}
     by_name = {
         p.name
         for p in parameters
@@ -218,13 +223,13 @@ def _signature_problems(
         and p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         and p.name not in given
     ]
-    if missing:
+    if missing and positional is not None:
         problems.append(f"{key}: {path} needs {', '.join(missing)}")
     return problems
 
 
 def value_problems(
-    node: DictConfig | ListConfig | Mapping[str, Any] | str,
+    node: DictConfig | ListConfig | Mapping[str, Any] | list[Any] | str,
     key: str,
     *,
     positional: int = 0,
@@ -248,3 +253,22 @@ def value_problems(
         ]
     assert isinstance(tree, Mapping)
     return node_problems(tree, key, positional=positional, supplied=supplied)  # type: ignore[arg-type]
+
+
+def components_problems(tree: Any, key: str = "") -> list[str]:
+    """Check every component of a config whose recipe, and so what it gives them, is not known.
+
+    Args:
+        tree: The resolved config as plain containers.
+        key: The config key of ``tree``, for messages.
+
+    Returns:
+        As :func:`node_problems`, without what is missing.
+    """
+    if isinstance(tree, list):
+        return [p for i, v in enumerate(tree) for p in components_problems(v, f"{key}.{i}")]
+    if not isinstance(tree, dict):
+        return []
+    if COMPONENT in tree:
+        return node_problems(tree, key, positional=None)
+    return [p for k, v in tree.items() for p in components_problems(v, _join(key, str(k)))]

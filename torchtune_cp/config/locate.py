@@ -10,6 +10,32 @@ from pathlib import Path
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
+#: The recipes that torchtune has.
+TORCHTUNE_RECIPES = (
+    "dev/async_grpo_full_finetune_distributed",
+    "dev/early_exit_finetune_distributed",
+    "dev/generate_v2",
+    "dev/generate_v2_distributed",
+    "dev/grpo_full_finetune_distributed",
+    "dev/lora_finetune_distributed_multi_dataset",
+    "eleuther_eval",
+    "full_dpo_distributed",
+    "full_finetune_distributed",
+    "full_finetune_single_device",
+    "generate",
+    "knowledge_distillation_distributed",
+    "knowledge_distillation_single_device",
+    "lora_dpo_distributed",
+    "lora_dpo_single_device",
+    "lora_finetune_distributed",
+    "lora_finetune_single_device",
+    "ppo_full_finetune_single_device",
+    "qat_distributed",
+    "qat_lora_finetune_distributed",
+    "qat_single_device",
+    "quantize",
+)
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -93,6 +119,10 @@ def find_recipe(name: str) -> Path:
     found = _first_file(path, ".py")
     if found is not None:
         return found
+    if name in TORCHTUNE_RECIPES:
+        raise ConfigError(
+            f"torchtune's recipe {name} is not here; available: {', '.join(recipe_names())}"
+        )
     if path.suffix == ".py":
         raise ConfigError(f"recipe file {name!r} does not exist (looked in {Path.cwd()})")
     raise ConfigError(

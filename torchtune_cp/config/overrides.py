@@ -169,6 +169,8 @@ def _merged(old: Any, new: Any) -> Any:
     if not isinstance(old, dict):
         return new
     if isinstance(new, dict):
+        if COMPONENT in new and new[COMPONENT] != old.get(COMPONENT):
+            return new  # the arguments of another component say nothing about this one
         return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
     if COMPONENT in old and isinstance(new, str) and not _is_interpolation(new):
         return {**old, COMPONENT: new}

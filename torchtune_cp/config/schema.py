@@ -6,13 +6,14 @@ say (ranges, choices, what the recipe gives to a component) stands in the field'
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchtune_cp.config.argument_types import SAID
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
@@ -183,6 +184,7 @@ class MaskedLMConfig(FullFinetuneConfig):
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "cudnn_deterministic_mode": (None,),
     "memory_efficient_fsdp_wrap": (False, True),
+    "resize_token_embeddings": (False, None),
 }
 
 # Mapping-valued keys that need not be components.
@@ -243,13 +245,39 @@ def component_problems(cfg: FullFinetuneConfig) -> list[str]:
         One line a problem: paths that do not exist or are refused, unknown arguments with the
         nearest name, missing ones.
     """
+    keys = list(_keys(type(cfg)))
+    return _component_problems({key.name: getattr(cfg, key.name) for key in keys}, keys)
+
+
+def check(
+    cfg: DictConfig,
+    schema: type[FullFinetuneConfig] = FullFinetuneConfig,
+    world_size: int | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a config's keys and components in one pass; nothing is built.
+
+    Args:
+        cfg: The config, interpolations unresolved.
+        schema: The recipe's config class.
+        world_size: The number of processes of the run, None while it is not known.
+
+    Returns:
+        The resolved values as plain containers, defaults filled in, without those that have a
+        problem; and every problem, one line each, as :func:`validate` and :func:`component_problems`
+        give them.
+    """
+    values, problems = _check(cfg, schema, world_size)
+    return values, problems + _component_problems(values, list(_keys(schema)))
+
+
+def _component_problems(values: Mapping[str, Any], keys: list["_Key"]) -> list[str]:
     problems = []
-    for key in _keys(type(cfg)):
-        value = getattr(cfg, key.name)
-        if key.name == "collate_fn":
+    for key in keys:
+        value = values.get(key.name)
+        if key.name == "collate_fn" and value is not None:
             # Called by the loader with the samples, not built by the recipe.
             problems += value_problems(value, key.name, positional=1)
-        elif OmegaConf.is_config(value) and key.name != "compile":
+        elif isinstance(value, (dict, list, DictConfig, ListConfig)) and key.is_component:
             problems += value_problems(
                 value, key.name, positional=key.rule.positional, supplied=key.rule.supplied
             )
@@ -280,6 +308,11 @@ class _Key:
     rule: Rule
     required: bool
     default: Any
+
+    @property
+    def is_component(self) -> bool:
+        """Whether a mapping here is a component (``compile`` takes a mapping of switches)."""
+        return DictConfig in self.accepted and self.name != "compile"
 
 
 def _keys(schema: type[FullFinetuneConfig]) -> Iterator[_Key]:
@@ -318,8 +351,23 @@ def _check(
         problems += found
         if not found:
             values[key.name] = checked
+    problems += _adopt_keep_last_n(values)
     problems += combination_problems(values, world_size)
     return values, problems
+
+
+def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
+    """Take ``keep_last_n`` from the checkpointer, which has it in torchtune."""
+    given = (values.get("checkpointer") or {}).get("keep_last_n_checkpoints")
+    if given is None or "keep_last_n" not in values:
+        return []
+    if values["keep_last_n"] not in (None, given):
+        return [
+            f"checkpointer.keep_last_n_checkpoints: {given} contradicts keep_last_n="
+            f"{values['keep_last_n']}, which means the same: set one of them"
+        ]
+    values["keep_last_n"] = given
+    return []
 
 
 def _plain(node: Any) -> Any:
@@ -377,14 +425,10 @@ def _accepted(hint: Any) -> tuple[Any, ...]:
 
 
 _SAID = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
+    **SAID,
     list: "a list of strings",
     DictConfig: f"a component {{{COMPONENT}: dotted.path, ...}}",
     ListConfig: "a list of components",
-    type(None): "null",
 }
 
 

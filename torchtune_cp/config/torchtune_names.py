@@ -4,6 +4,8 @@ One explicit table: a name in it resolves to this project's equivalent, every ot
 name is refused with what to use instead. torchtune itself is never imported.
 """
 
+import re
+
 from torchtune_cp.config.suggest import nearest
 from torchtune_cp.errors import ConfigError
 
@@ -27,6 +29,10 @@ _SAME_NAME: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "torchtune.models.llama3_3": ("torchtune_cp.models.llama3_3", ("llama3_3_70b",)),
     "torchtune.models.mistral": ("torchtune_cp.models.mistral", ("mistral", "mistral_7b")),
+    "torchtune.models.qwen2": (
+        "torchtune_cp.models.qwen2",
+        ("qwen2", "qwen2_0_5b", "qwen2_1_5b", "qwen2_7b"),
+    ),
     "torchtune.models.qwen2_5": (
         "torchtune_cp.models.qwen2_5",
         (
@@ -96,6 +102,7 @@ _RENAMED: dict[str, str] = {
     "torchtune.models.llama2.llama2_tokenizer": "torchtune_cp.data.llama2_tokenizer",
     "torchtune.models.llama3.llama3_tokenizer": "torchtune_cp.data.llama3_tokenizer",
     "torchtune.models.mistral.mistral_tokenizer": "torchtune_cp.data.mistral_tokenizer",
+    "torchtune.models.qwen2.qwen2_tokenizer": "torchtune_cp.data.qwen2_tokenizer",
     "torchtune.models.qwen2_5.qwen2_5_tokenizer": "torchtune_cp.data.qwen2_5_tokenizer",
     "torchtune.models.qwen3.qwen3_tokenizer": "torchtune_cp.data.qwen3_tokenizer",
     "torchtune.data.padded_collate_sft": "torchtune_cp.data.collate",
@@ -122,6 +129,13 @@ ALIASES: dict[str, str] = {
     **_RENAMED,
 }
 
+#: torchtune's names of the families whose models are built here.
+BUILT_FAMILIES = tuple(
+    theirs.removeprefix("torchtune.models.")
+    for theirs in _SAME_NAME
+    if theirs.startswith("torchtune.models.")
+)
+
 _USE_AUTO_MODEL = (
     "torchtune_cp.models.auto_model with checkpoint_dir builds the model that a Hugging Face"
     " folder's config.json describes"
@@ -141,6 +155,9 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
     ("torchtune.modules.peft.", _ONLY_FULL),
     ("FullModelMetaCheckpointer", _USE_HF_CHECKPOINTER),
     ("FullModelTorchTuneCheckpointer", _USE_HF_CHECKPOINTER),
+    ("DistributedCheckpointer", _USE_HF_CHECKPOINTER),
+    ("_reward_", "only language models are available"),
+    ("_classifier", "only language models are available"),
     ("CometLogger", _OTHER_LOGGERS),
     ("MLFlowLogger", _OTHER_LOGGERS),
     ("torchtune.training.quantization.", "quantisation is not available"),
@@ -178,6 +195,13 @@ def _what_to_use(path: str) -> str:
     for fragment, instead in _INSTEAD:
         if fragment in path:
             return f": {instead}"
+    family = re.match(r"torchtune\.models\.(\w+)\.\w+", path)
+    if family and family.group(1) not in BUILT_FAMILIES:
+        # Not auto_model: it builds the same families.
+        return (
+            f": models of the family {family.group(1)} are not built; built are"
+            f" {', '.join(BUILT_FAMILIES)}"
+        )
     close = nearest(path, ALIASES)
     if close is not None and close.rpartition(".")[0] == path.rpartition(".")[0]:
         return f"; did you mean {close}?"

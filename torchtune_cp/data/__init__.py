@@ -11,6 +11,7 @@ from torchtune_cp.data.family_tokenizers import (
     llama3_tokenizer,
     mistral_tokenizer,
     qwen2_5_tokenizer,
+    qwen2_tokenizer,
     qwen3_tokenizer,
 )
 from torchtune_cp.data.loader import TokenDataLoader, build_dataloader
@@ -75,5 +76,6 @@ __all__ = [
     "padded_collate_sft",
     "parse_conversation",
     "qwen2_5_tokenizer",
+    "qwen2_tokenizer",
     "qwen3_tokenizer",
 ]

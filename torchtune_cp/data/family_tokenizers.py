@@ -18,21 +18,26 @@ def _load(
     truncation_type: str = "right",
     special_tokens_path: str | None = None,
 ) -> HFTokenizer:
+    problems = []
     if prompt_template is not None:
-        raise UserError(
+        problems.append(
             f"tokenizer.prompt_template={prompt_template!r} is not supported: conversations are "
             "written by a chat template; give a jinja2 template as chat_template to "
             "torchtune_cp.data.hf_tokenizer, or set prompt_template: null"
         )
     if truncation_type != "right":
-        raise UserError(
+        problems.append(
             f"tokenizer.truncation_type={truncation_type!r} is not supported; allowed: 'right'"
         )
     if special_tokens_path is not None:
-        raise UserError(
+        problems.append(
             f"tokenizer.special_tokens_path={special_tokens_path!r} is not supported: special "
             "tokens are read from tokenizer.json; set special_tokens_path: null"
         )
+    if max_seq_len is not None and max_seq_len < 1:
+        problems.append(f"tokenizer.max_seq_len must be 1 or more, not {max_seq_len}")
+    if problems:
+        raise UserError("\n".join(problems))
     return load_tokenizer(path, max_seq_len, fallback_template=template)
 
 
@@ -138,6 +143,20 @@ def qwen2_5_tokenizer(
         prompt_template=prompt_template,
         truncation_type=truncation_type,
         special_tokens_path=special_tokens_path,
+    )
+
+
+def qwen2_tokenizer(
+    path: str,
+    merges_file: str | None = None,
+    special_tokens_path: str | None = None,
+    max_seq_len: int | None = None,
+    prompt_template: object = None,
+    truncation_type: str = "right",
+) -> HFTokenizer:
+    """Tokenizer of a Qwen2 checkpoint; see `hf_tokenizer` and `qwen2_5_tokenizer`."""
+    return qwen2_5_tokenizer(
+        path, merges_file, special_tokens_path, max_seq_len, prompt_template, truncation_type
     )
 
 

@@ -16,7 +16,7 @@ from tokenizers.processors import ByteLevel
 from torchtune_cp.data.chat_templates import find_chat_template, render_chat
 from torchtune_cp.data.message_spans import MessageSpan, find_message_spans
 from torchtune_cp.data.messages import Message
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -360,11 +360,12 @@ def _tokenizer_folder(path: Path) -> Path:
     for folder in candidates:
         if (folder / "tokenizer.json").is_file():
             return folder
-    if not candidates[0].is_dir():
-        raise UserError(f"tokenizer.path={str(path)!r} does not exist")
+    if not candidates[0].is_dir() or not (path.exists() or path.suffix):
+        raise NotFoundHereError(f"tokenizer.path={str(path)!r} does not exist")
     there = sorted(p.name for p in candidates[0].iterdir())
     shown = ", ".join(there[:12]) + (", ..." if len(there) > 12 else "") if there else "nothing"
-    raise UserError(
+    kind = UserError if path.exists() else NotFoundHereError
+    raise kind(
         f"no tokenizer.json for tokenizer.path={str(path)!r} (in "
         f"{' or '.join(str(folder) for folder in candidates)}; there is: {shown}); download the "
         "checkpoint's tokenizer.json and tokenizer_config.json into that folder (tokenizer.model "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.chat import MessagesReader
@@ -15,6 +17,7 @@ from torchtune_cp.datasets.sft import (
     SFTDataset,
     require_text,
 )
+from torchtune_cp.datasets.source_arguments import check_source
 
 # The prompts of the Stanford Alpaca project (github.com/tatsu-lab/stanford_alpaca), which models
 # trained on such data expect word for word.
@@ -53,6 +56,7 @@ class AlpacaColumns:
         return [Message("user", prompt), Message("assistant", answer)]
 
 
+@checked_by(check_source)
 def alpaca_dataset(
     tokenizer: HFTokenizer,
     *,
@@ -120,8 +124,13 @@ def alpaca_dataset(
     )
 
 
+@checked_by(check_source)
 def alpaca_cleaned_dataset(
     tokenizer: HFTokenizer, *, source: str = "yahma/alpaca-cleaned", **kwargs: Any
 ) -> SFTDataset | PackedDataset:
     """`alpaca_dataset` on the cleaned version of the data; takes the same arguments."""
     return alpaca_dataset(tokenizer, source=source, **kwargs)
+
+
+# Its arguments are those of `alpaca_dataset`, by name too.
+alpaca_cleaned_dataset.__signature__ = inspect.signature(alpaca_dataset)  # type: ignore[attr-defined]

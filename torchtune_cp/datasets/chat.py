@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX
 from torchtune_cp.data.messages import (
     CONVERSATION_STYLES,
@@ -22,6 +23,7 @@ from torchtune_cp.datasets.sft import (
     SFTDataset,
     require_column,
 )
+from torchtune_cp.datasets.source_arguments import check_source
 from torchtune_cp.errors import UserError
 
 ToMessages = Callable[[Mapping[str, Any]], list[Message]]
@@ -88,6 +90,7 @@ class ConversationColumn:
         return messages
 
 
+@checked_by(check_source)
 def chat_dataset(
     tokenizer: HFTokenizer,
     *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.chat import MessagesReader
@@ -14,6 +15,7 @@ from torchtune_cp.datasets.sft import (
     SFTDataset,
     require_text,
 )
+from torchtune_cp.datasets.source_arguments import check_source
 from torchtune_cp.errors import UserError
 
 
@@ -58,6 +60,7 @@ def resolve_columns(
     return dict(column_map)
 
 
+@checked_by(check_source)
 def instruct_dataset(
     tokenizer: HFTokenizer,
     *,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.esm_tokenizer import EsmTokenizer
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.fasta import FastaRows, clean_sequence
@@ -22,6 +23,7 @@ from torchtune_cp.datasets.sft import (
     sequence_limit,
 )
 from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.source_arguments import check_proteins
 from torchtune_cp.errors import UserError
 
 UNKNOWN_POLICIES = ("unk", "error", "drop")
@@ -108,6 +110,7 @@ class ProteinDataset(SFTDataset):
         return stats
 
 
+@checked_by(check_proteins)
 def protein_dataset(
     tokenizer: HFTokenizer,
     path: str | None = None,

@@ -83,7 +83,7 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
             raise UserError(
                 f"dataset.source={source!r} needs dataset.data_files: the files to read"
             )
-        for path in _local_paths(kwargs.get("data_files")):
+        for path in local_paths(kwargs.get("data_files")):
             if not path.is_file():
                 raise UserError(f"dataset.data_files: {str(path)!r} does not exist")
     elif source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source}"):
@@ -133,7 +133,7 @@ def count_blank_lines(source: str, data_files: Any) -> int:
     if source != "json":
         return 0
     blank = 0
-    for path in _local_paths(data_files):
+    for path in local_paths(data_files):
         if path.suffix not in (".jsonl", ".json", ".ndjson"):
             continue
         with path.open("rb") as file:
@@ -171,7 +171,7 @@ def _flatten(files: Any) -> Iterator[str]:
         raise UserError(f"dataset.data_files must be a path or a list of paths, not {files!r}")
 
 
-def _local_paths(files: Any) -> Iterator[Path]:
+def local_paths(files: Any) -> Iterator[Path]:
     """The plain local paths among data_files; patterns and URLs are left to the library."""
     for name in _flatten(files):
         if "://" not in name and not any(character in name for character in "*?["):

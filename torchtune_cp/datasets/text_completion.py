@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
@@ -12,6 +13,7 @@ from torchtune_cp.datasets.sft import (
     SFTDataset,
     require_text,
 )
+from torchtune_cp.datasets.source_arguments import check_source
 
 
 class TextReader:
@@ -34,6 +36,7 @@ class TextReader:
         return tokens, list(tokens)
 
 
+@checked_by(check_source)
 def text_completion_dataset(
     tokenizer: HFTokenizer,
     source: str,

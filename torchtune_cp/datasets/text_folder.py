@@ -7,9 +7,11 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.sft import SFTDataset
+from torchtune_cp.datasets.source_arguments import check_path
 from torchtune_cp.datasets.text_completion import TextReader
 from torchtune_cp.errors import UserError
 
@@ -50,6 +52,7 @@ class FileRows:
         return f"file {self.name_of(index)}"
 
 
+@checked_by(check_path)
 def text_folder_dataset(
     tokenizer: HFTokenizer,
     path: str | None = None,

@@ -1,6 +1,8 @@
 """What every metric logger can do, and the keys that belong to another logger."""
 
-from collections.abc import Mapping
+import importlib.util
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
@@ -8,9 +10,12 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_cp.config import resolved_dict
+from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.config.secrets import mask_secrets
 from torchtune_cp.config.suggest import did_you_mean
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
+
+log = logging.getLogger(__name__)
 
 Scalar = torch.Tensor | int | float
 
@@ -19,6 +24,7 @@ Scalar = torch.Tensor | int | float
 _KEYS = {
     "log_dir",
     "filename",
+    "output_fmt",
     "organize_logs",
     "project",
     "entity",
@@ -61,8 +67,34 @@ def to_number(value: Scalar) -> int | float:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
+def unknown_keys(
+    arguments: Mapping[str, Any], named: frozenset[str], more: Iterable[str] = ()
+) -> Iterator[UserError]:
+    """Say which arguments of a logger belong to no logger, see `checked_by`.
+
+    Args:
+        arguments: What the config gives.
+        named: Names in the logger's signature.
+        more: Further names that it takes.
+    """
+    known = {*named, *more} | _KEYS
+    for key in arguments:
+        if key not in known:
+            hint = did_you_mean(key, known) or f"; known are {', '.join(sorted(known))}"
+            yield UserError(f"{key}: is not a key of this logger{hint}")
+
+
+def needs_package(package: str) -> Iterator[UserError]:
+    """Say that a logger's package is not installed, if it is not."""
+    if importlib.util.find_spec(package) is None:
+        yield NotFoundHereError(
+            f"{COMPONENT}: needs the package {package}: pip install {package} (or choose"
+            " torchtune_cp.metrics.StdoutLogger)"
+        )
+
+
 def refuse_unknown_keys(logger: str, keys: Mapping[str, object], own: set[str]) -> None:
-    """Let pass what another logger takes, refuse the rest with the nearest name.
+    """Let pass what another logger takes, with a warning; refuse the rest with the nearest name.
 
     Args:
         logger: The logger's class name.
@@ -77,6 +109,7 @@ def refuse_unknown_keys(logger: str, keys: Mapping[str, object], own: set[str]) 
             names = sorted(own | _KEYS)
             hint = did_you_mean(key, names) or f"; known are {', '.join(names)}"
             raise UserError(f"metric_logger.{key} is not a key of {logger}{hint}")
+        log.warning("metric_logger.%s: %s does not use it", key, logger)
 
 
 def loggable_config(config: Any) -> dict[str, Any]:

@@ -1,19 +1,33 @@
 """Writes TensorBoard event files."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import (
+    Scalar,
+    loggable_config,
+    needs_package,
+    refuse_unknown_keys,
+    to_number,
+    unknown_keys,
+)
 from torchtune_cp.metrics.run_notes import RunNotes
 
 _NOTE = "tensorboard_folder"
 
 
+def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Iterator[UserError]:
+    yield from needs_package("tensorboard")
+    yield from unknown_keys(arguments, named)
+
+
+@checked_by(_check_arguments)
 class TensorBoardLogger:
     """Writes scalars to TensorBoard; look at them with ``tensorboard --logdir <log_dir>``.
 

@@ -1,21 +1,31 @@
 """Loggers that write one line of text per step: to standard output, or to a file."""
 
+import json
+import math
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import (
+    Scalar,
+    loggable_config,
+    refuse_unknown_keys,
+    to_number,
+    unknown_keys,
+)
 
 
 def _line(payload: Mapping[str, Scalar], step: int) -> str:
     return f"Step {step} | " + " ".join(f"{name}:{to_number(v)}" for name, v in payload.items())
 
 
+@checked_by(unknown_keys)
 class StdoutLogger:
     """Writes ``Step 3 | loss:2.1 lr:0.0002`` to standard output."""
 
@@ -39,22 +49,34 @@ class StdoutLogger:
         sys.stdout.flush()
 
 
+@checked_by(unknown_keys)
 class DiskLogger:
-    """Writes the same lines to a file, flushed after every step."""
+    """Writes the same lines to a file, or one JSON object a line; flushed after every step."""
 
-    def __init__(self, log_dir: str | Path, filename: str | None = None, **other: object) -> None:
+    def __init__(
+        self,
+        log_dir: str | Path,
+        output_fmt: Literal["txt", "jsonl"] = "txt",
+        filename: str | None = None,
+        **other: object,
+    ) -> None:
         """Open the file; an existing one is continued.
 
         Args:
             log_dir: Folder, made if needed.
-            filename: Default ``log_<unix time>.txt``.
+            output_fmt: ``txt`` writes lines as `StdoutLogger` does, ``jsonl`` JSON objects.
+            filename: Default ``log_<unix time>.<output_fmt>``.
             **other: Keys of other loggers are let pass.
 
         Raises:
             UserError: A key is unknown, or the file cannot be written.
         """
-        refuse_unknown_keys("DiskLogger", other, {"log_dir", "filename"})
-        self._path = Path(log_dir).expanduser() / (filename or f"log_{int(time.time())}.txt")
+        refuse_unknown_keys("DiskLogger", other, {"log_dir", "output_fmt", "filename"})
+        if output_fmt not in ("txt", "jsonl"):
+            raise UserError(f"metric_logger.output_fmt={output_fmt!r}; allowed: txt, jsonl")
+        self._as_json = output_fmt == "jsonl"
+        name = filename or f"log_{int(time.time())}.{output_fmt}"
+        self._path = Path(log_dir).expanduser() / name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
@@ -71,7 +93,13 @@ class DiskLogger:
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Write the values of one step in a line."""
-        self._file.write(_line(payload, step) + "\n")
+        line = _line(payload, step)
+        if self._as_json:
+            # As in metrics.jsonl: JSON has no NaN and no infinity.
+            numbers = {name: to_number(value) for name, value in payload.items()}
+            finite = {n: v if math.isfinite(v) else None for n, v in numbers.items()}
+            line = json.dumps({"step": step, **finite}, allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
 
     def log_config(self, config: Any) -> None:

@@ -10,9 +10,17 @@ from typing import Any
 
 import yaml
 
+from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.config.secrets import mask_secrets, mask_text
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
+from torchtune_cp.metrics.interface import (
+    Scalar,
+    loggable_config,
+    needs_package,
+    refuse_unknown_keys,
+    to_number,
+    unknown_keys,
+)
 from torchtune_cp.metrics.run_notes import RunNotes
 
 _CONFIG_NAME = "torchtune_config.yaml"
@@ -34,6 +42,17 @@ def _masked_command_line() -> Iterator[None]:
         sys.argv[1:] = arguments
 
 
+def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Iterator[UserError]:
+    lacking = list(needs_package("wandb"))
+    if lacking:
+        yield from lacking
+        return
+    import wandb
+
+    yield from unknown_keys(arguments, named, inspect.signature(wandb.init).parameters)
+
+
+@checked_by(_check_arguments)
 class WandBLogger:
     """Logs a run to Weights & Biases.
 

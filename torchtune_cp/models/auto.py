@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
 from torchtune_cp.models.encoder import TransformerEncoder
 from torchtune_cp.models.hf_config_format import decoder_config_from_hf, decoder_config_to_hf
 from torchtune_cp.models.hf_esm import encoder_config_from_hf, encoder_config_to_hf
@@ -37,7 +37,7 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> La
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
+        raise NotFoundHereError(
             f"checkpoint_dir is {str(checkpoint_dir)!r}: cannot read {path} ({error.strerror}); give "
             "a folder in Hugging Face format"
         ) from error

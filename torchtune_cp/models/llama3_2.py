@@ -37,11 +37,29 @@ def llama3_2(
     )
 
 
-def llama3_2_1b() -> TransformerDecoder:
+def llama3_2_1b(tie_word_embeddings: bool = True) -> TransformerDecoder:
     """Build Llama 3.2 1B."""
-    return llama3_2(128_256, 16, 32, 8, embed_dim=2048, max_seq_len=131_072, intermediate_dim=8192)
+    return llama3_2(
+        128_256,
+        16,
+        32,
+        8,
+        embed_dim=2048,
+        max_seq_len=131_072,
+        intermediate_dim=8192,
+        tie_word_embeddings=tie_word_embeddings,
+    )
 
 
-def llama3_2_3b() -> TransformerDecoder:
+def llama3_2_3b(tie_word_embeddings: bool = True) -> TransformerDecoder:
     """Build Llama 3.2 3B."""
-    return llama3_2(128_256, 28, 24, 8, embed_dim=3072, max_seq_len=131_072, intermediate_dim=8192)
+    return llama3_2(
+        128_256,
+        28,
+        24,
+        8,
+        embed_dim=3072,
+        max_seq_len=131_072,
+        intermediate_dim=8192,
+        tie_word_embeddings=tie_word_embeddings,
+    )

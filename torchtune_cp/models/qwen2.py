@@ -1,5 +1,6 @@
 """Qwen 2 (https://arxiv.org/abs/2407.10671)."""
 
+from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.transformer import TransformerDecoder
 
@@ -18,8 +19,25 @@ def qwen2(
     norm_eps: float = 1e-5,
     rope_base: float = 1_000_000.0,
     tie_word_embeddings: bool = False,
+    head_dim: int | None = None,
+    q_proj_bias: bool = True,
+    k_proj_bias: bool = True,
+    v_proj_bias: bool = True,
+    q_norm: bool = False,
+    k_norm: bool = False,
 ) -> TransformerDecoder:
-    """Build a Qwen 2 or Qwen 2.5 of any size; see `build_decoder` for the arguments."""
+    """Build a Qwen 2 or Qwen 2.5 of any size; see `build_decoder` for the arguments.
+
+    The last five are torchtune's arguments: only their defaults make a Qwen 2.
+
+    Raises:
+        ConfigError: A size is impossible, or biases or norms are those of another family.
+    """
+    if not (q_proj_bias and k_proj_bias and v_proj_bias) or q_norm or k_norm:
+        raise ConfigError(
+            "q_proj_bias, k_proj_bias and v_proj_bias must be true, q_norm and k_norm false: with norms"
+            " over the heads and without biases it is torchtune_cp.models.qwen3.qwen3"
+        )
     return build_decoder(
         "qwen2",
         vocab_size=vocab_size,
@@ -33,6 +51,7 @@ def qwen2(
         norm_eps=norm_eps,
         rope_base=rope_base,
         tie_word_embeddings=tie_word_embeddings,
+        head_dim=head_dim,
         qkv_bias=True,
     )
 

@@ -15,9 +15,10 @@ def compile_layers(model: LanguageModel, *, backend: str | Callable[..., Any] = 
     """Compile each layer's ``forward``; equal layers share what was compiled.
 
     The forward function is compiled, not the module, so that FSDP's hooks (which gather parameters)
-    stay outside. Call it after activation checkpointing was applied: a checkpoint around a compiled
-    region gives wrong gradients under context parallelism with torch 2.13's inductor, one inside is
-    exact.
+    stay outside. Under context parallelism call it after activation checkpointing was applied: a
+    checkpoint around a compiled region gives wrong gradients there with torch 2.13's inductor, one
+    inside is exact. Under tensor parallelism alone call it before: torch 2.13 then puts the mesh among
+    the tensors that the compiled checkpoint saves, and stops.
 
     Args:
         model: A model with ``layers``; not yet sharded.

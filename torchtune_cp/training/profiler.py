@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
+from torchtune_cp.config.argument_types import AtLeast
 from torchtune_cp.errors import UserError
 
 
@@ -32,10 +33,10 @@ def setup_torch_profiler(
     with_stack: bool = False,
     record_shapes: bool = False,
     with_flops: bool = False,
-    wait_steps: int = 1,
-    warmup_steps: int = 1,
-    active_steps: int = 1,
-    num_cycles: int = 1,
+    wait_steps: Annotated[int, AtLeast(0)] = 1,
+    warmup_steps: Annotated[int, AtLeast(0)] = 1,
+    active_steps: Annotated[int, AtLeast(1)] = 1,
+    num_cycles: Annotated[int, AtLeast(0)] = 1,
     output_dir: str = "profiling_outputs",
 ) -> Any:
     """Build a profiler that writes one Chrome trace per rank and cycle.

@@ -44,6 +44,8 @@ from torchtune_cp.training.profiler import setup_torch_profiler
 from torchtune_cp.training.resume import clear_earlier_report
 from torchtune_cp.training.step import gradient_norm
 
+logger = logging.getLogger(__name__)
+
 ModelT = TypeVar("ModelT", TransformerDecoder, TransformerEncoder)
 
 _RECIPES: dict[type, str] = {
@@ -144,13 +146,17 @@ def build_model(
     if chunks is not None:
         assert isinstance(model, TransformerDecoder)  # refused for others
         apply_chunked_attention(model, chunks, cfg.mlp_tile_tokens)
+    compiled = _compiles(cfg.compile, "model")
+    if compiled and checkpoint_around_compiled(cfg):
+        compile_layers(model)
+        compiled = False
     if cfg.enable_activation_checkpointing or cfg.ac_mode == "full":
         apply_activation_checkpointing(model)
     elif cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
         apply_activation_checkpointing(model, int(str(cfg.ac_option)))
     elif cfg.ac_mode == "selective":
         apply_selective_checkpointing(model, keep_kv=cfg.ac_option == "op_kv")
-    if _compiles(cfg.compile, "model"):
+    if compiled:
         compile_layers(model)
     if cfg.enable_activation_offloading:
         apply_activation_offloading(model, device)
@@ -173,6 +179,15 @@ def build_model(
             checkpointer.source(model, seed)  # for its rotary frequencies, which are no parameters
         model.to_empty(device=shards_on)
     return model
+
+
+def checkpoint_around_compiled(cfg: FullFinetuneConfig) -> bool:
+    """Whether a checkpointed layer is compiled first: under tensor parallelism alone.
+
+    torch 2.13 cannot compile a checkpoint over tensors that a mesh holds; see `compile_layers` for why
+    the checkpoint lies inside otherwise.
+    """
+    return cfg.tensor_parallel_dim > 1 and cfg.context_parallel_dim == 1
 
 
 def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
@@ -244,6 +259,15 @@ def build_optimizer(
         ).gradient_norm
     if cfg.lr_scheduler is None:
         return optimizer, None, norm
+    for name, value in cfg.lr_scheduler.items():
+        if "warmup" in str(name) and type(value) is int and value >= total_steps:
+            logger.warning(
+                "lr_scheduler.%s=%d is not shorter than the run of %d steps: the learning rate never"
+                " reaches the optimizer's lr",
+                name,
+                value,
+                total_steps,
+            )
     scheduler = instantiate(cfg.lr_scheduler, optimizer, num_training_steps=total_steps)
     return optimizer, scheduler, norm
 

@@ -118,7 +118,6 @@ def test_validate_prints_each_problem_on_a_line(
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["no_such_command"],
         ["ls", "extra"],
         ["cp", "one_argument"],
@@ -130,6 +129,11 @@ def test_a_bad_command_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     assert "--help" in refused(capsys, *argv)
+
+
+def test_tune_alone_prints_its_help_as_torchtune_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "validate" in capsys.readouterr().out
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

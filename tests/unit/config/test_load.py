@@ -69,9 +69,13 @@ def test_a_component_that_the_file_lacks_can_be_named_and_given_keys(file: Path)
     assert cfg.profiler == {"_component_": "c.d.make", "enabled": True}
 
 
-def test_a_mapping_override_merges(file: Path) -> None:
+def test_a_mapping_override_merges_unless_it_names_another_component(file: Path) -> None:
+    cfg = load(file, ["metric_logger={name: x}"])
+    assert cfg.metric_logger == {"_component_": "a.b.DiskLogger", "log_dir": "/tmp/a", "name": "x"}
+    cfg = load(file, ["metric_logger={_component_: a.b.DiskLogger, name: x}"])
+    assert cfg.metric_logger == {"_component_": "a.b.DiskLogger", "log_dir": "/tmp/a", "name": "x"}
     cfg = load(file, ["metric_logger={_component_: c.d.New, name: x}"])
-    assert cfg.metric_logger == {"_component_": "c.d.New", "log_dir": "/tmp/a", "name": "x"}
+    assert cfg.metric_logger == {"_component_": "c.d.New", "name": "x"}
 
 
 def test_tilde_removes_a_key_or_a_sub_key_or_a_list_item(file: Path) -> None:

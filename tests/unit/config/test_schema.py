@@ -213,18 +213,26 @@ def test_float8_that_no_kernel_computes_is_refused() -> None:
     assert line.startswith("compile: must be false with enable_fp8_training=true")
 
 
-def test_compiled_tensor_parallel_layers_are_not_checkpointed() -> None:
-    compiled = {"tensor_parallel_dim": 2, "compile": True}
+def test_compiled_tensor_parallel_layers_are_checkpointed_by_layer_and_without_context_parallelism():
+    compiled = {"tensor_parallel_dim": 2, "compile": True, "context_parallel_dim": 2}
     for checkpointing in (
         {"enable_activation_checkpointing": True},
         {"ac_mode": "full"},
         {"ac_mode": "selective", "ac_option": 2},
     ):
         (line,) = problems(**compiled, **checkpointing)
-        assert line.startswith("compile: must be false with tensor_parallel_dim above 1")
+        assert line.startswith(
+            "compile: must be false with tensor_parallel_dim and context_parallel"
+        )
+        assert problems(**compiled | {"context_parallel_dim": 1}, **checkpointing) == []
         assert problems(**compiled | {"compile": {"model": False}}, **checkpointing) == []
         assert problems(**compiled | {"tensor_parallel_dim": 1}, **checkpointing) == []
     assert problems(**compiled, ac_mode="none") == []
+    by_operator = {"ac_mode": "selective", "ac_option": "op"}
+    (line,) = problems(**compiled | {"context_parallel_dim": 1}, **by_operator)
+    assert line.startswith(
+        "compile: must be false with tensor_parallel_dim above 1 and ac_option=op"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What the loggers write is read back with each tool's own format; secrets never get there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def test_disk_logger_appends_and_flushes_every_step(tmp_path):
     assert lines[0] == "Step 1 | loss:1.5"
     assert lines[-1] == "Step 3 | val_loss:2.0"
     _check_config(yaml.safe_load((tmp_path / "logs" / "log.config.yaml").read_text()))
+
+
+def test_disk_logger_writes_json_objects_on_demand(tmp_path):
+    logger = DiskLogger(tmp_path, output_fmt="jsonl")
+    _log_three_steps(logger)
+    path = logger.path_to_log_file()
+    assert path.suffix == ".jsonl"
+    objects = [json.loads(line) for line in path.read_text().splitlines()]
+    assert objects == [
+        *({"step": step, "loss": loss, "lr": lr} for step, loss, lr in STEPS),
+        {"step": 3, "val_loss": 2.0},
+    ]
+    with pytest.raises(UserError, match=r"metric_logger\.output_fmt='json'; allowed: txt, jsonl"):
+        DiskLogger(tmp_path, output_fmt="json")
 
 
 def test_disk_logger_names_its_file_by_itself_and_says_when_it_cannot_write(tmp_path):

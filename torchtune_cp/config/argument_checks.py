@@ -1,0 +1,49 @@
+"""Checks of argument values that a component brings along: they run before anything is built.
+
+A signature says names and types. What else a component refuses, it refuses when it is called, in a
+rank that has been started; a check says the same of the plain arguments alone.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from torchtune_cp.config.argument_types import parameters_of
+from torchtune_cp.errors import UserError
+
+ComponentT = TypeVar("ComponentT", bound=Callable[..., Any])
+
+#: Takes the arguments that a config gives, and the names that the component's signature has; yields
+#: the mistakes, each message beginning with the argument's name.
+Check = Callable[[Mapping[str, Any], frozenset[str]], Iterable[UserError]]
+
+_ATTRIBUTE = "check_arguments"
+
+
+def checked_by(check: Check) -> Callable[[ComponentT], ComponentT]:
+    """Decorate a component (class or function) with a check of its arguments.
+
+    Args:
+        check: See :data:`Check`. A :class:`~torchtune_cp.errors.NotFoundHereError` says that nothing
+            is wrong but that this machine lacks something.
+    """
+
+    def decorate(component: ComponentT) -> ComponentT:
+        setattr(component, _ATTRIBUTE, staticmethod(check) if inspect.isclass(component) else check)
+        return component
+
+    return decorate
+
+
+def argument_errors(component: Callable[..., Any], arguments: Mapping[str, Any]) -> list[UserError]:
+    """Return what a component's own check says of its arguments; nothing for one without a check."""
+    check = getattr(component, _ATTRIBUTE, None)
+    if check is None:
+        return []
+    kinds = inspect.Parameter
+    named = frozenset(
+        p.name
+        for p in parameters_of(component) or ()
+        if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    )
+    return list(check(arguments, named))
