@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.models.attention import MultiHeadAttention, check_window
+from torchtune_cp.models.attention import MultiHeadAttention, check_inside, check_window
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
@@ -173,8 +173,9 @@ class TransformerDecoder(nn.Module):
 
         Raises:
             UserError: The model has a sliding window, and a context that distributes attention was not
-                told of it.
+                told of it; or the tokens belong to a context that has ended.
         """
+        check_inside(tokens)
         check_window(self.config.sliding_window)
         hidden = self.tok_embeddings(tokens)
         if input_pos is None:
