@@ -68,13 +68,14 @@ def main(cfg: FullFinetuneConfig) -> None:
     loss_fn = config.instantiate(cfg.loss)
 
     # --- data: whole sequences; context-parallel peers read the same ones ---------------------
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg, model)
     build = partial(
         build_loader,
         cfg,
         tokenizer=tokenizer,
         meshes=meshes,
         seed=seed,
+        vocab_size=model.config.vocab_size,
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)

@@ -203,8 +203,8 @@ def _check_before_start(
         checkpointer = typed.checkpointer
     if isinstance(checkpointer, DictConfig) and checkpointer.get("checkpoint_dir") is not None:
         _check_checkpoint(checkpointer)
-    if config_class is not None and typed.tensor_parallel_dim > 1:
-        _check_tensor_parallel(typed)
+    if config_class is not None:
+        _check_model(typed)
 
 
 def _schema_of(recipe: _Recipe | None) -> type[schema.FullFinetuneConfig] | None:
@@ -233,16 +233,23 @@ def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -
     return []
 
 
-def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:
+def _check_model(cfg: schema.FullFinetuneConfig) -> None:
     import torch
 
+    from torchtune_cp.cli.model_files import model_files_problems
     from torchtune_cp.models import TransformerDecoder
 
-    with torch.device("meta"):
-        model = instantiate(cfg.model)
-    if not isinstance(model, TransformerDecoder):
-        return  # the recipe says what it takes
-    problems = tensor_parallel_problems(vars(model.config), cfg.tensor_parallel_dim)
+    problems: list[str] = []
+    try:
+        with torch.device("meta"):
+            model = instantiate(cfg.model)
+        if isinstance(model, TransformerDecoder) and cfg.tensor_parallel_dim > 1:
+            problems += tensor_parallel_problems(vars(model.config), cfg.tensor_parallel_dim)
+        problems += model_files_problems(
+            model, instantiate(cfg.checkpointer), instantiate(cfg.tokenizer)
+        )
+    except UserError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError(problems)
 

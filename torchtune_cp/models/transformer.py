@@ -1,6 +1,7 @@
 """The decoder that every family here is built from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,6 +150,14 @@ class TransformerDecoder(nn.Module):
             if config.tie_word_embeddings
             else OutputProjection(config.embed_dim, config.vocab_size)
         )
+
+    def untie_output(self) -> None:
+        """Give a tied output projection a weight of its own, not initialised; before sharding."""
+        tied_to = self.tok_embeddings.weight
+        with torch.device(tied_to.device):
+            self.output = OutputProjection(self.config.embed_dim, self.config.vocab_size)
+        self.output.to(tied_to.dtype)
+        self.config = replace(self.config, tie_word_embeddings=False)
 
     def forward(
         self,
