@@ -53,6 +53,7 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -321,7 +322,7 @@ class FullModelHFCheckpointer:
             files += [
                 self.checkpoint_dir / name
                 for name in names
-                if (self.checkpoint_dir / name).is_file()
+                if (self.checkpoint_dir / name).exists()
             ]
         return list({path.name: path for path in reversed(files)}.values())
 
