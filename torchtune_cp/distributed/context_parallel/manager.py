@@ -106,9 +106,9 @@ def _with_positions(
     if given is not None and batch.get("cu_seqlens") is None:
         return batch
     positions = document_positions(documents, _shape(batch), batch["tokens"].device)
-    real = positions >= 0
     if given is None:
         return {**batch, "input_pos": positions.clamp(min=0)}
+    real = positions >= 0
     if not torch.equal(given[real], positions[real].to(given.dtype)):
         raise UserError(
             "batch entry 'input_pos' does not count from 0 in each document that cu_seqlens describes; a"
