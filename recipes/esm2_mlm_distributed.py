@@ -72,7 +72,7 @@ def main(cfg: MaskedLMConfig) -> None:
     loss_fn = config.instantiate(cfg.loss)
 
     # --- data: one rank of each group reads, masks and packs; every rank gets its slices -------
-    tokenizer = build_tokenizer(cfg, model)
+    tokenizer = build_tokenizer(cfg)
     build = partial(
         build_masked_lm_loader,
         cfg,

@@ -68,7 +68,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     loss_fn = config.instantiate(cfg.loss)
 
     # --- data: whole sequences; context-parallel peers read the same ones ---------------------
-    tokenizer = build_tokenizer(cfg, model)
+    tokenizer = build_tokenizer(cfg)
     build = partial(
         build_loader,
         cfg,

@@ -16,12 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.checkpointing.resume_point import ResumePoint
-from torchtune_cp.config import (
-    FullFinetuneConfig,
-    component_callable,
-    instantiate,
-    vocabulary_problem,
-)
+from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.data.token_ids import CheckedIds
@@ -283,21 +278,9 @@ def build_report(
     )
 
 
-def build_tokenizer(cfg: FullFinetuneConfig, model: LanguageModel) -> Any:
-    """Build the tokenizer that the config names.
-
-    Args:
-        cfg: The run's config.
-        model: Whose embedding has to have a row for every token.
-
-    Raises:
-        UserError: The files cannot be read, or are those of a model with more tokens.
-    """
-    tokenizer = instantiate(cfg.tokenizer)
-    size = getattr(tokenizer, "vocab_size", 0)  # a tokenizer of the user's own need not tell
-    if problem := vocabulary_problem(model.config.vocab_size, size):
-        raise UserError(problem)
-    return tokenizer
+def build_tokenizer(cfg: FullFinetuneConfig) -> Any:
+    """Build the tokenizer that the config names."""
+    return instantiate(cfg.tokenizer)
 
 
 def build_loader(
