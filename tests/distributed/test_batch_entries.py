@@ -98,6 +98,7 @@ REFUSED = {
     "padding alone": (_with(cu_seqlens_padded=torch.tensor([0, 16])), "needs 'cu_seqlens'"),
     "beyond": (_with(cu_seqlens=torch.tensor([0, 17])), "in 16 tokens.*already_cut=True"),
     "rows of ends": (_with(cu_seqlens=torch.tensor([[0, 16]])), "do not describe"),
+    "one number": (_with(cu_seqlens=torch.tensor(16)), "do not describe"),
     "late start": (_with(cu_seqlens=torch.tensor([1, 16])), "do not describe"),
     "slices": (cut_for_ranks(_padded(2), 2)[1], "already_cut=True"),
 }

@@ -95,6 +95,8 @@ class HFTokenizer:
         # tokenizer_config.json is for tokenizers that have no such file.
         example = self._tokenizer.encode("a")
         added_here = "".join(map(str, example.special_tokens_mask))
+        if "0" not in added_here:  # a vocabulary without "a": nothing stands between the two ends
+            added_here = "1" * (example.ids[:1] == [self.bos_id]) + "0"
         first, last = len(added_here.partition("0")[0]), len(added_here.rpartition("0")[2])
         self._begin = example.ids[:first]
         self._end = example.ids[len(example.ids) - last :]

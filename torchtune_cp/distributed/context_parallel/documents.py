@@ -105,10 +105,10 @@ def _padded_documents(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
         )
     padded_ends = batch.get("cu_seqlens_padded")
     padded_ends = ends if padded_ends is None else padded_ends
-    lengths, padded = ends.diff().tolist(), padded_ends.diff().tolist()
+    of_right_shape = ends.ndim == 1 and ends.shape == padded_ends.shape
+    lengths, padded = (e.diff().tolist() if of_right_shape else [] for e in (ends, padded_ends))
     if (
-        ends.ndim != 1
-        or ends.shape != padded_ends.shape
+        not of_right_shape
         or ends.is_floating_point()
         or (len(ends) and (int(ends[0]) or int(padded_ends[0])))
         or any(not 0 <= real <= whole for real, whole in zip(lengths, padded, strict=True))

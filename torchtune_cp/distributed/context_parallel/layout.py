@@ -382,7 +382,7 @@ def layout_of_slices(
     Raises:
         UserError: Entries are missing or do not fit the number of tokens.
     """
-    missing = [key for key in ("cu_seqlens", "cu_seqlens_padded") if key not in batch]
+    missing = [key for key in ("cu_seqlens", "cu_seqlens_padded") if batch.get(key) is None]
     if missing:
         raise UserError(
             f"a batch that is already cut needs {' and '.join(missing)} [documents + 1]; given:"

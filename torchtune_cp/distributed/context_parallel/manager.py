@@ -13,14 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_cp.distributed.context_parallel.documents import (
     AttentionMask,
-    Document,
-    document_positions,
     documents_of,
 )
 from torchtune_cp.distributed.context_parallel.entries import (
     DOCUMENT_KEYS,
     check_entries,
-    cut_keys,
     other_entries,
 )
 from torchtune_cp.distributed.context_parallel.exchange import Grid
@@ -37,11 +34,15 @@ from torchtune_cp.distributed.context_parallel.layout import (
     document_layout,
     layout_of_slices,
     pad_batch,
-    positions_of_rank,
     whole_rows,
 )
 from torchtune_cp.distributed.context_parallel.ops import document_region
 from torchtune_cp.distributed.context_parallel.plan import make_plan
+from torchtune_cp.distributed.context_parallel.positions import (
+    in_longer_rows,
+    slices_with_positions,
+    with_positions,
+)
 from torchtune_cp.distributed.context_parallel.torch_private import ring_attention
 from torchtune_cp.errors import UserError
 
@@ -86,51 +87,6 @@ def _pad(
 def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     rows, length = batch["tokens"].shape
     return rows, length
-
-
-def _in_longer_rows(
-    documents: tuple[Document, ...], length: int, padded: int
-) -> tuple[Document, ...]:
-    """The same documents after each row of ``length`` tokens was padded to ``padded``."""
-    if length == padded:
-        return documents
-    return tuple(
-        Document(d.offset // length * padded + d.offset % length, d.length) for d in documents
-    )
-
-
-def _with_positions(
-    batch: dict[str, torch.Tensor], documents: tuple[Document, ...]
-) -> dict[str, torch.Tensor]:
-    given = batch.get("input_pos")
-    if given is not None and batch.get("cu_seqlens") is None:
-        return batch
-    positions = document_positions(documents, _shape(batch), batch["tokens"].device)
-    if given is None:
-        return {**batch, "input_pos": positions.clamp(min=0)}
-    real = positions >= 0
-    if not torch.equal(given[real], positions[real].to(given.dtype)):
-        raise UserError(
-            "batch entry 'input_pos' does not count from 0 in each document that cu_seqlens describes; a"
-            " batch that holds one rank's slices needs already_cut=True"
-        )
-    return batch
-
-
-def _slices(
-    batch: dict[str, torch.Tensor], layout: DocumentLayout, rank: int
-) -> dict[str, torch.Tensor]:
-    """A batch that is already cut, as one sequence, with positions; refused where it is another's."""
-    local = {key: batch[key].reshape(1, -1, *batch[key].shape[2:]) for key in cut_keys(batch)}
-    expected = positions_of_rank(layout, rank).to(batch["tokens"].device)[None]
-    real = expected >= 0
-    given = local.setdefault("input_pos", expected.clamp(min=0))
-    if not torch.equal(given[real], expected[real].to(given.dtype)):
-        raise UserError(
-            "batch entry 'input_pos' does not hold the positions of this rank's slices: already_cut=True is"
-            " for batches of a data loader that cuts for the same context-parallel ranks"
-        )
-    return {**other_entries(batch), **local}
 
 
 def _check(
@@ -289,7 +245,7 @@ def context_parallel(
             grid = None
             if cp_mesh is not None and cp > 1:
                 grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
-            local = _slices(batch, layout, 0 if grid is None else grid.rank)
+            local = slices_with_positions(batch, layout, 0 if grid is None else grid.rank)
             with _region(layout, grid, method, rotate_method, None, batch["tokens"].device):
                 _tell_models(window, None)
                 yield LocalBatch(local, layout, 0 if grid is None else grid.rank)
@@ -299,14 +255,14 @@ def context_parallel(
             rows, length = _shape(batch)
             documents = documents_of(batch) if by_documents else ()
             if by_documents:
-                batch = _with_positions(batch, documents)
+                batch = with_positions(batch, documents)
             if pad_to_multiple_of > 1:
                 whole_rows_only = not is_causal and not by_documents
                 batch = {**batch, **_pad(batch, pad_to_multiple_of, whole_rows_only)}
             if not by_documents:
                 yield batch
                 return
-            documents = _in_longer_rows(documents, length, batch["tokens"].size(1))
+            documents = in_longer_rows(documents, length, batch["tokens"].size(1))
             layout = whole_rows(documents, _shape(batch), mask)
             with _region(layout, None, "ring", rotate_method, mask_mod, batch["tokens"].device):
                 _tell_models(window, mask_mod)
@@ -330,7 +286,7 @@ def context_parallel(
                 )
             return
         documents = documents_of(batch)
-        batch = _with_positions(batch, documents)
+        batch = with_positions(batch, documents)
         layout = document_layout(
             documents,
             _shape(batch),
