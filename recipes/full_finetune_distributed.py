@@ -75,6 +75,7 @@ def main(cfg: FullFinetuneConfig) -> None:
         tokenizer=tokenizer,
         meshes=meshes,
         seed=seed,
+        vocab_size=model.config.vocab_size,
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)

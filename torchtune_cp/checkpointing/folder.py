@@ -5,132 +5,25 @@ download before any process is started.
 """
 
 import json
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from torchtune_cp.checkpointing.header import TensorEntry, read_header, require_word, same_bytes
 from torchtune_cp.errors import NotFoundHereError, UserError
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_config.json"
 
 #: What a config's ``checkpoint_files`` may be: file names, or torchtune's short form
 #: ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
 CheckpointFiles = Sequence[str] | Mapping[str, Any]
 
-_DTYPE_BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-}
-# The safetensors library refuses larger headers too; without a limit a damaged length field would
-# ask for terabytes.
-_MAX_HEADER_BYTES = 100_000_000
 # No file system takes longer names.
 _MAX_NAME = 255
-_MAX_WORD = 1000
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor as the header of its file describes it.
-
-    Attributes:
-        dtype: safetensors' name of the type, for example ``BF16``.
-        shape: The tensor's shape.
-        num_bytes: Length of its data.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read and check the header of one safetensors file.
-
-    The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, the
-    header in JSON, then the tensors' bytes; the last tensor's end must be the end of the file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Tensor name to its description, in file order.
-
-    Raises:
-        UserError: The file is truncated, too long, or no safetensors file.
-    """
-    again = "download it again"
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    if start == b"version ":
-        raise UserError(
-            f"{path} is a git-lfs pointer, not the weights: run `git lfs pull` in its folder"
-        )
-    if len(start) < 8:
-        raise UserError(f"{path} is truncated: only {size} bytes long; {again}")
-    if length > _MAX_HEADER_BYTES:
-        raise UserError(f"{path} is not a safetensors file (no header found); {again}")
-    if len(text) < length:
-        raise UserError(
-            f"{path} is truncated: its header should take {length} bytes and the file ends after "
-            f"{len(text)} of them; {again}"
-        )
-    try:
-        header = json.loads(text)
-        entries: dict[str, TensorEntry] = {}
-        end = 0
-        for name, item in header.items():
-            if name == "__metadata__":
-                continue
-            _require_word(name)
-            _require_word(item["dtype"])
-            first, last = (_count(offset) for offset in item["data_offsets"])
-            shape = tuple(_count(size) for size in item["shape"])
-            if last < first:
-                raise ValueError(f"{name!r}: ends at {last}, before it begins at {first}")
-            bits = _DTYPE_BITS.get(item["dtype"])
-            if bits is not None and prod(shape) * bits != (last - first) * 8:
-                raise ValueError(f"{name!r}: shape {shape} does not fill bytes {first} to {last}")
-            entries[name] = TensorEntry(item["dtype"], shape, last - first)
-            end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}); {again}") from error
-    whole = 8 + length + end
-    if size < whole:
-        raise UserError(
-            f"{path} is truncated: {size} bytes long, its header asks for {whole}; {again}"
-        )
-    if size > whole:
-        raise UserError(
-            f"{path} is {size} bytes long and its header accounts for only {whole}; {again}"
-        )
-    return entries
-
-
-def _require_word(name: object) -> None:
-    # Names stand in messages of one line, and no tensor is called so.
-    if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_WORD:
-        raise ValueError(f"{str(name)[:_MAX_NAME]!r} is not the name of anything")
-
-
-def _count(number: object) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
-        raise ValueError(f"{number!r} is not a size")
-    return number
 
 
 def _require_folder(checkpoint_dir: str | Path) -> Path:
@@ -214,7 +107,8 @@ def weight_files(
         The files in order, and the index's tensor name to file map (None without an index).
 
     Raises:
-        UserError: There is nothing to read, or a name is refused (pickle, outside the folder).
+        UserError: There is nothing to read, or two sets of files, or a name is refused (pickle, outside
+            the folder).
     """
     folder = _require_folder(checkpoint_dir)
     if checkpoint_files:
@@ -224,7 +118,7 @@ def weight_files(
         if doubled:
             raise UserError(f"{key} names {', '.join(sorted(doubled))} more than once")
         return listed, None
-    index = folder / INDEX_NAME
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if index.is_file():
         content = _read_json(index)
         named = content.get("weight_map") if isinstance(content, dict) else None
@@ -232,12 +126,16 @@ def weight_files(
             raise UserError(f"{index} has no weight_map; download it again")
         try:
             for tensor in named:
-                _require_word(tensor)
+                require_word(tensor)
         except ValueError as error:
             raise UserError(f"{index}: {error}; download it again") from error
         paths = {tensor: _inside(folder, file, str(index)) for tensor, file in named.items()}
+        if single.exists() and single not in paths.values():
+            raise UserError(
+                f"{folder} holds two sets of weights, {SINGLE_NAME} and the files of {INDEX_NAME}: move "
+                "one of them away, or name the files to read in checkpointer.checkpoint_files"
+            )
         return sorted(set(paths.values())), paths
-    single = folder / SINGLE_NAME
     if single.exists() or single.is_symlink():
         return [single], None
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
@@ -272,7 +170,7 @@ def read_headers(
 
     Raises:
         UserError: A file is missing, damaged or truncated, lacks a tensor that the index places in
-            it, or two files hold the same tensor.
+            it, or two files hold the same tensor (with an index: with other values).
     """
     files, index = weight_files(checkpoint_dir, checkpoint_files)
     missing = [path.name for path in files if not path.is_file()]
@@ -284,22 +182,38 @@ def read_headers(
     tensors: dict[str, tuple[Path, TensorEntry]] = {}
     for path in files:
         for name, entry in read_header(path).items():
-            if index is not None and index.get(name) != path:
-                continue  # as transformers does: only the file that the index names counts
-            if name in tensors:
+            if name not in tensors:
+                tensors[name] = (path, entry)
+                continue
+            if index is None or not same_bytes(tensors[name], (path, entry)):
                 raise UserError(
                     f"tensor {name} stands in both {tensors[name][0].name} and {path.name}; "
-                    "checkpointer.checkpoint_files must name the files of one model"
+                    "the files must be those of one model (checkpointer.checkpoint_files names them)"
                 )
-            tensors[name] = (path, entry)
+            if index.get(name) == path:
+                tensors[name] = (path, entry)
     for name, path in (index or {}).items():
-        if name not in tensors:
+        if name not in tensors or tensors[name][0] != path:
             raise UserError(
                 f"{path} lacks tensor {name}, which {INDEX_NAME} places there; download it again"
             )
     if not tensors:
         raise UserError(f"{Path(checkpoint_dir)}: the weight files hold no tensor")
     return tensors
+
+
+def unread_weights(checkpoint_dir: str | Path, read: Collection[Path]) -> list[str]:
+    """Names of files beside those that are read which look like weights, too.
+
+    Args:
+        checkpoint_dir: Folder of a Hugging Face model.
+        read: Those that are read.
+    """
+    return sorted(
+        path.name
+        for path in Path(checkpoint_dir).iterdir()
+        if path.suffix in (".safetensors", ".gguf", *_PICKLE_SUFFIXES) and path not in read
+    )
 
 
 def _unfinished_downloads(folder: Path) -> list[Path]:
@@ -322,10 +236,14 @@ def check_folder(
 
     Raises:
         UserError: The folder or a file is missing, truncated, damaged, a pickle, outside the
-        folder,
-            or a download has been interrupted.
+            folder, the folder is an adapter's, or a download has been interrupted.
     """
     folder = _require_folder(checkpoint_dir)
+    if (folder / ADAPTER_NAME).is_file():
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER_NAME}), which is not read: merge it into the model first "
+            "(merge_and_unload of peft), or move it out of the folder to leave it out"
+        )
     config = folder / CONFIG_NAME
     if not config.is_file():
         raise UserError(f"{folder} has no {CONFIG_NAME}; download the model again")

@@ -1,6 +1,7 @@
 """The checkpointer that configs name: Hugging Face folders in and out."""
 
 import json
+import logging
 import re
 import tempfile
 from functools import partial
@@ -25,9 +26,15 @@ from torchtune_cp.models.auto import LanguageModel, hf_config
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.encoder import TransformerEncoder
 from torchtune_cp.models.encoder_config import EncoderConfig
-from torchtune_cp.models.hf_esm import carried_tensors, is_unused_esm_tensor, read_frequencies
+from torchtune_cp.models.hf_esm import (
+    carried_tensors,
+    is_carried_esm_tensor,
+    is_ignored_esm_tensor,
+    read_frequencies,
+)
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.init import init_tensor_
+from torchtune_cp.models.transformer import TransformerDecoder
 
 # torchtune's model types, and what config.json calls these models.
 _MODEL_TYPES = {
@@ -39,6 +46,8 @@ _MODEL_TYPES = {
     "QWEN3": "qwen3",
     "ESM2": "esm",
 }
+log = logging.getLogger(__name__)
+
 # torch.compile and the checkpoint wrapper put these into the names of parameters.
 _WRAPPER_PREFIX = re.compile(r"(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
@@ -165,6 +174,31 @@ class FullModelHFCheckpointer:
         assert self.checkpoint_dir is not None
         return json.loads((self.checkpoint_dir / CONFIG_NAME).read_text(encoding="utf-8"))
 
+    def keep_stored_output(self, model: LanguageModel) -> None:
+        """Untie a model's output projection where the folder holds one that is not the embedding.
+
+        As transformers does, whatever ``config.json`` says. To be called before the model is sharded.
+
+        Args:
+            model: The model, on any device; changed in place.
+
+        Raises:
+            UserError: A file cannot be read.
+        """
+        source = self._opened_source(model)
+        if (
+            source is not None
+            and isinstance(model, TransformerDecoder)
+            and model.config.tie_word_embeddings
+            and source.has_other_output()
+        ):
+            log.info(
+                "%s: lm_head.weight is not the embedding: the model keeps it as a weight of its own, though "
+                "its config ties them (tie_word_embeddings)",
+                self.checkpoint_dir,
+            )
+            model.untie_output()
+
     def source(self, model: LanguageModel, seed: int) -> WeightSource:
         """Return where the model's first weights come from.
 
@@ -173,20 +207,20 @@ class FullModelHFCheckpointer:
             seed: Seed of the random weights when there is no ``checkpoint_dir``.
 
         Raises:
-            UserError: The folder's weights are not those of this model.
+            UserError: The folder's weights are not those of this model; among them an output weight of
+                its own for a model that ties it, see :meth:`keep_stored_output`.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
         if self.checkpoint_dir is None:
             return RandomSource(seed, shapes, partial(_init, model.config))
-        self._source = HFFolderSource(
-            self.checkpoint_dir, partial(to_hf_name, model.config.family), self._checkpoint_files
-        )
+        source = self._opened_source(model)
+        assert source is not None
         if isinstance(model, TransformerEncoder):
-            self._source.check_names(shapes, is_unused_esm_tensor)
-            read_frequencies(model, self._source)
+            source.check_names(shapes, is_ignored_esm_tensor, is_carried_esm_tensor)
+            read_frequencies(model, source)
         else:
-            self._source.check_names(shapes)
-        return self._source
+            source.check_names(shapes)
+        return source
 
     def save_final(
         self,
@@ -222,10 +256,10 @@ class FullModelHFCheckpointer:
             to_hf_name(model.config.family, name): parameter
             for name, parameter in _parameters(model).items()
         }
-        save_dtype = dtype or self._saved_dtype(named)
+        save_dtype = dtype or self._saved_dtype(model)
         carried: dict[str, torch.Tensor] = {}
         if isinstance(model, TransformerEncoder):
-            carried = carried_tensors(model, self._opened_source() or {})
+            carried = carried_tensors(model, self._opened_source(model) or {})
             named = {**carried, **named}
 
         def get_full(name: str) -> torch.Tensor:
@@ -255,14 +289,15 @@ class FullModelHFCheckpointer:
             scratch.cleanup()
         return Path(folder)
 
-    def _saved_dtype(self, named: dict[str, torch.Tensor]) -> torch.dtype:
-        source = self._opened_source()
-        return next(iter(named.values())).dtype if source is None else source.dtype
+    def _saved_dtype(self, model: LanguageModel) -> torch.dtype:
+        source = self._opened_source(model)
+        return next(model.parameters()).dtype if source is None else source.dtype
 
-    def _opened_source(self) -> HFFolderSource | None:
+    def _opened_source(self, model: LanguageModel) -> HFFolderSource | None:
         """The folder that the run started from, None without one."""
         if self._source is None and self.checkpoint_dir is not None:
-            self._source = HFFolderSource(self.checkpoint_dir, str, self._checkpoint_files)
+            to_name = partial(to_hf_name, model.config.family)
+            self._source = HFFolderSource(self.checkpoint_dir, to_name, self._checkpoint_files)
         return self._source
 
     def _final_config(self, model: LanguageModel, dtype: torch.dtype) -> dict[str, Any]:
@@ -274,6 +309,10 @@ class FullModelHFCheckpointer:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         for key in keys:
             config[key] = str(dtype).removeprefix("torch.")
+        if isinstance(model, TransformerDecoder):
+            tied = model.config.tie_word_embeddings
+            if bool(config.get("tie_word_embeddings", False)) != tied:
+                config["tie_word_embeddings"] = tied
         return config
 
     def _extra_files(self, tokenizer: SavableTokenizer | None, scratch: Path) -> list[Path]:
@@ -288,7 +327,7 @@ class FullModelHFCheckpointer:
             files += [
                 self.checkpoint_dir / name
                 for name in names
-                if (self.checkpoint_dir / name).is_file()
+                if (self.checkpoint_dir / name).exists()
             ]
         return list({path.name: path for path in reversed(files)}.values())
 

@@ -175,8 +175,8 @@ def save_hf_folder(
         dtype: The type to write.
         float32_names: Tensors that are written as float32 whatever ``dtype`` is. They come first in
             ``shapes``, so that no shorter type before them leaves them at an odd place in the file.
-        extra_files: Files to copy under their own names (tokenizer, ``generation_config.json``);
-            read on rank 0 only.
+        extra_files: Files and folders to copy under their own names (tokenizer,
+            ``generation_config.json``); read on rank 0 only.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
         buffer_bytes: Most bytes of tensors that a rank holds (one tensor, if that is larger).
         agreement: The meeting point of the ranks; made and closed here if None.
@@ -306,5 +306,10 @@ def _write_small_files(
         _sync(path)
     for source in extra_files:
         # copyfile, not copy: a read-only original must not make the copy read-only.
-        shutil.copyfile(source, temporary / source.name)
+        if source.is_dir():
+            shutil.copytree(source, temporary / source.name, copy_function=shutil.copyfile)
+            for copied in (temporary / source.name).rglob("*"):
+                _sync(copied)
+        else:
+            shutil.copyfile(source, temporary / source.name)
         _sync(temporary / source.name)

@@ -16,6 +16,8 @@ from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NA
 
 _LOG = logging.getLogger(__name__)
 
+#: Chat templates beside the default one, a file each.
+TEMPLATES_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,6 +25,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    TEMPLATES_FOLDER,
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -110,6 +113,8 @@ def _return_others(replaced: Path, final: Path) -> None:
         is_file = path.is_symlink() or path.is_file()
         if is_file and (path.name in _WRITTEN or _SHARD.fullmatch(path.name)):
             path.unlink()
+        elif path.name == TEMPLATES_FOLDER and all(p.suffix == ".jinja" for p in path.iterdir()):
+            shutil.rmtree(path)
         elif not os.path.lexists(final / path.name):
             path.rename(final / path.name)
         elif is_file:

@@ -4,6 +4,9 @@ A source hands out slices, so that every rank reads only what it keeps.
 """
 
 import hashlib
+import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +14,12 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchtune_cp.checkpointing.folder import CheckpointFiles, TensorEntry, read_headers
+from torchtune_cp.checkpointing.folder import (
+    CheckpointFiles,
+    TensorEntry,
+    read_headers,
+    unread_weights,
+)
 from torchtune_cp.errors import UserError
 
 _FLOAT_DTYPES = {
@@ -21,6 +29,14 @@ _FLOAT_DTYPES = {
     "F64": torch.float64,
 }
 _MAX_LISTED = 8
+#: Copies of the embedding that a folder may hold where the model has none of its own, and of what.
+_TIED_TO = {
+    "lm_head.weight": "model.embed_tokens.weight",
+    "lm_head.decoder.weight": "esm.embeddings.word_embeddings.weight",
+}
+_PIECE_ROWS = 4096
+
+log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -62,7 +78,7 @@ class HFFolderSource:
         Raises:
             UserError: The folder is not whole.
         """
-        self.checkpoint_dir = Path(checkpoint_dir)
+        self.checkpoint_dir = Path(checkpoint_dir).expanduser()
         self._to_hf_name = to_hf_name
         headers = read_headers(checkpoint_dir, checkpoint_files)
         # As transformers reads them; its version 5.24 writes layer norms under their oldest names.
@@ -73,7 +89,13 @@ class HFFolderSource:
             for name in headers
         }
         self._tensors = {name: headers[stored] for name, stored in self._stored.items()}
+        if len(self._stored) < len(headers):
+            doubled = sorted(set(headers) - set(self._stored.values()))
+            raise UserError(
+                f"{checkpoint_dir} holds {', '.join(doubled)} a second time under a newer name"
+            )
         self._open_files: dict[Path, Any] = {}
+        self._is_copy: dict[str, bool] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,33 +175,66 @@ class HFFolderSource:
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read tensor {hf_name} from {path}: {error}") from error
 
+    def has_other_output(self, hf_name: str = "lm_head.weight") -> bool:
+        """Whether the folder holds an output weight that is not a copy of its embedding.
+
+        Args:
+            hf_name: The output weight's name in the folder.
+        """
+        of = _TIED_TO[hf_name]
+        if hf_name not in self._tensors or of not in self._tensors:
+            return False
+        if hf_name not in self._is_copy:
+            self._is_copy[hf_name] = self._equal(hf_name, of)
+        return not self._is_copy[hf_name]
+
+    def _equal(self, one: str, other: str) -> bool:
+        (path, entry), (other_path, other_entry) = self._tensors[one], self._tensors[other]
+        if entry.shape != other_entry.shape or len(entry.shape) != 2:
+            return False
+        try:
+            a = self._open(path).get_slice(self._stored[one])
+            b = self._open(other_path).get_slice(self._stored[other])
+            return all(
+                torch.equal(
+                    a[row : row + _PIECE_ROWS].to(self.dtype),
+                    b[row : row + _PIECE_ROWS].to(self.dtype),
+                )
+                for row in range(0, entry.shape[0], _PIECE_ROWS)
+            )
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read tensor {one} or {other}: {error}") from error
+
     def check_names(
         self,
         shapes: Mapping[str, Sequence[int]],
-        is_unused: Callable[[str], bool] = lambda name: False,
+        is_ignored: Callable[[str], bool] = lambda name: False,
+        is_read: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """Compare the files with the model; report every difference at once.
 
-        ``rotary_emb.inv_freq`` (computed here, stored by old files) is ignored, and so is
-        ``lm_head.weight`` where the model ties it to its embeddings.
+        Ignored, with a line in the log, are ``rotary_emb.inv_freq`` (computed here, stored by old files)
+        and, where the model ties its output to the embedding, a stored copy of that.
 
         Args:
             shapes: The model's parameter names and full shapes.
-            is_unused: Says of a tensor's name in the folder whether to ignore it, too.
+            is_ignored: Says of a tensor's name in the folder whether to ignore it, too.
+            is_read: Says whether a tensor that is no parameter is used all the same.
 
         Raises:
-            UserError: Tensors are missing, unexpected, quantised or of another shape.
+            UserError: Tensors are missing, unexpected, quantised or of another shape, or a tied output
+                weight is not the embedding.
         """
         wanted = {self._to_hf_name(name): tuple(shape) for name, shape in shapes.items()}
         missing = [name for name in wanted if name not in self._tensors]
-        unexpected = [
+        others = [name for name in self._tensors if name not in wanted and not is_read(name)]
+        ignored = [
             name
-            for name in self._tensors
-            if name not in wanted
-            and not name.endswith("rotary_emb.inv_freq")
-            and name != "lm_head.weight"
-            and not is_unused(name)
+            for name in others
+            if name.endswith("rotary_emb.inv_freq") or name in _TIED_TO or is_ignored(name)
         ]
+        unexpected = [name for name in others if name not in ignored]
+        untied = [name for name in ignored if name in _TIED_TO and self.has_other_output(name)]
         other_shape = [
             f"{name} is {list(self._tensors[name][1].shape)} in {self._tensors[name][0].name}, "
             f"{list(shape)} in the model"
@@ -198,6 +253,7 @@ class HFFolderSource:
                 ("missing", missing),
                 ("unexpected", unexpected),
                 ("other shape", other_shape),
+                ("not the embedding, to which the model ties it", untied),
                 ("quantised, which cannot be fine-tuned", quantised),
             )
             if found
@@ -207,10 +263,21 @@ class HFFolderSource:
                 f"the weights in {self.checkpoint_dir} are not those of the model: "
                 f"{'; '.join(problems)}"
             )
+        if ignored:
+            log.info("%s: not used, as in transformers: %s", self.checkpoint_dir, _grouped(ignored))
+        files = {path for path, _ in self._tensors.values()}
+        if unread := unread_weights(self.checkpoint_dir, files):
+            log.info("%s: files that are not read: %s", self.checkpoint_dir, ", ".join(unread))
 
     def close(self) -> None:
         """Close the files; they open again at the next read."""
         self._open_files.clear()
+
+
+def _grouped(names: Sequence[str]) -> str:
+    """Names with the number of a layer left out, and how often each stands there."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items())
 
 
 class RandomSource:

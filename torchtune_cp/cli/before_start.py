@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_cp.cli.model_files import model_files_problems
 from torchtune_cp.config import allow, get_component, instantiate, schema, torchtune_names
 from torchtune_cp.config.argument_checks import argument_errors
 from torchtune_cp.config.argument_types import parameters_of
@@ -128,12 +129,12 @@ class _Trial:
         for key, value in self._values.items():
             for place, node in _nodes(key, value):
                 self._ask(place, node)
-        self._build("checkpointer")
+        checkpointer = self._build("checkpointer")
         tokenizer = self._build("tokenizer")
         if tokenizer is not None:
             self._build("masking", tokenizer, seed=0)
         self._check_loss(self._build("loss"))
-        self._check_model()
+        self._check_model(checkpointer, tokenizer)
         self._check_optimizer()
         self._found.notes += warmup_notes(self._values)
 
@@ -203,7 +204,7 @@ class _Trial:
                 " torchtune_cp.training.loss.LinearCrossEntropyLoss, which is the cross entropy"
             )
 
-    def _check_model(self) -> None:
+    def _check_model(self, checkpointer: Any, tokenizer: Any) -> None:
         import torch
 
         from torchtune_cp.config import tensor_parallel_problems
@@ -220,10 +221,12 @@ class _Trial:
                 f"model: {self._values['model'][COMPONENT]} builds a {type(model).__name__}; this"
                 f" recipe trains a {kind.__name__}"
             )
-        elif isinstance(model, TransformerDecoder):
+            return
+        if isinstance(model, TransformerDecoder):
             degree = self._values.get("tensor_parallel_dim", 1)
             if degree > 1:
                 self._found.problems += tensor_parallel_problems(vars(model.config), degree)
+        self._found.problems += model_files_problems(model, checkpointer, tokenizer)
 
     def _check_optimizer(self) -> None:
         import torch

@@ -3,7 +3,11 @@
 ``parse`` turns a recipe's main function into a program; ``instantiate`` builds a component.
 """
 
-from torchtune_cp.config.combinations import degrees_problem, tensor_parallel_problems
+from torchtune_cp.config.combinations import (
+    degrees_problem,
+    tensor_parallel_problems,
+    vocabulary_problem,
+)
 from torchtune_cp.config.entry_point import parse
 from torchtune_cp.config.instantiate import component_callable, instantiate
 from torchtune_cp.config.load import load, load_argv
@@ -40,4 +44,5 @@ __all__ = [
     "tensor_parallel_problems",
     "to_typed",
     "validate",
+    "vocabulary_problem",
 ]

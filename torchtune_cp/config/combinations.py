@@ -306,6 +306,25 @@ def tensor_parallel_problems(sizes: Mapping[str, Any], degree: int) -> list[str]
     ]
 
 
+def vocabulary_problem(model_size: int, tokenizer_size: int) -> str | None:
+    """Check that every token of a tokenizer has a row in the model's embedding.
+
+    Args:
+        model_size: The model's ``vocab_size``; may be larger, models are padded to round numbers.
+        tokenizer_size: The largest token id + 1.
+
+    Returns:
+        One line with both sizes; None where all is well.
+    """
+    if tokenizer_size <= model_size:
+        return None
+    return (
+        f"tokenizer: its token ids go up to {tokenizer_size - 1} (vocabulary of {tokenizer_size}), but the"
+        f" model's vocab_size is {model_size}: use the model's own tokenizer, or a model with"
+        f" vocab_size={tokenizer_size} or more (embeddings are not resized)"
+    )
+
+
 def combination_problems(values: Mapping[str, Any], world_size: int | None = None) -> list[str]:
     """Return everything that is wrong with values that are each right alone.
 

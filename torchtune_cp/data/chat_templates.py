@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -167,30 +166,3 @@ def render_chat(
         raise TemplateRefusal(
             f"the chat template does not accept this conversation (roles: {roles}): {error}"
         ) from error
-
-
-def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The chat template of a tokenizer folder, or None when it has none.
-
-    `chat_template.jinja` comes before `chat_template` in tokenizer_config.json, which may be one
-    string or a list of `{"name", "template"}` (then the one named "default", or the only one).
-
-    Raises:
-        UserError: When the list has several templates and none is named "default".
-    """
-    template_file = folder / "chat_template.jinja"
-    if template_file.is_file():
-        return template_file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        if len(named) == 1:
-            return next(iter(named.values()))
-        if "default" not in named:
-            raise UserError(
-                f"{folder / 'tokenizer_config.json'} has several chat templates "
-                f"({', '.join(named)}) and none is named 'default'; put the one to use into "
-                f"{template_file}, or give it as chat_template: to the tokenizer"
-            )
-        return named["default"]
-    return template

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.layout import (
-    check_shapes,
-    head_tail_places,
-    pad_batch,
-)
+from torchtune_cp.distributed.context_parallel.documents import documents_of
+from torchtune_cp.distributed.context_parallel.entries import check_entries, cut_keys
+from torchtune_cp.distributed.context_parallel.layout import head_tail_places, pad_batch
 from torchtune_cp.errors import UserError
 
 
@@ -18,8 +16,9 @@ def with_document_ends(batch: dict[str, torch.Tensor], cp: int) -> dict[str, tor
     """Give a batch of any collate function what a cut needs.
 
     Args:
-        batch: `tokens` [b, s] and what goes with them. With `cu_seqlens` and `cu_seqlens_padded` it stays as
-            it is; without, every row is one document, padded to a multiple of ``2 x cp``.
+        batch: `tokens` [b, s] and what goes with them. With `cu_seqlens` it stays as it is (without
+            `cu_seqlens_padded`, no document has padding); else every row is one document, padded to a
+            multiple of ``2 x cp``.
         cp: Context-parallel degree.
 
     Returns:
@@ -28,10 +27,11 @@ def with_document_ends(batch: dict[str, torch.Tensor], cp: int) -> dict[str, tor
     Raises:
         UserError: Packed rows (`seq_lens`) without `cu_seqlens_padded`, or malformed entries.
     """
-    check_shapes(batch)
-    if "cu_seqlens" in batch and "cu_seqlens_padded" in batch:
-        return batch
-    if "seq_lens" in batch:
+    check_entries(batch)
+    if batch.get("cu_seqlens") is not None or batch.get("cu_seqlens_padded") is not None:
+        documents_of(batch)  # refuses what describes no documents of these tokens
+        return {**batch, "cu_seqlens_padded": batch.get("cu_seqlens_padded", batch["cu_seqlens"])}
+    if batch.get("seq_lens") is not None:
         raise UserError(
             "a packed batch needs its documents padded one by one to be cut for context parallelism:"
             " let the collate function give cu_seqlens and cu_seqlens_padded in place of seq_lens (as"
@@ -55,8 +55,8 @@ class CutBatch:
     Attributes:
         cp: Context-parallel degree.
         entries: By name, in the batch's order.
-        cut: Names of the entries that are cut, [cp, b, s / cp] with rank r's part in row r; the others go to
-            all ranks.
+        cut: Names of the entries that are cut, [cp, b, s / cp, ...] with rank r's part in row r; the others
+            go to all ranks.
     """
 
     cp: int
@@ -74,8 +74,8 @@ def cut_batch(batch: dict[str, torch.Tensor], cp: int) -> CutBatch:
     """Cut a batch document by document: rank r gets chunks r and ``2 cp - 1 - r`` of ``2 cp`` of each.
 
     Args:
-        batch: The whole batch, see :func:`with_document_ends`; every entry of the shape of `tokens` is cut,
-            the others go to all ranks.
+        batch: The whole batch, see :func:`with_document_ends`; `tokens` and every other entry [b, s, ...]
+            is cut, those without a sequence go to all ranks.
         cp: Context-parallel degree.
 
     Raises:
@@ -93,10 +93,15 @@ def cut_batch(batch: dict[str, torch.Tensor], cp: int) -> CutBatch:
             f" {cp} ranks: each must be a multiple of {2 * cp}"
         ) from error
     order = places.flatten()
-    cut = frozenset(key for key, entry in batch.items() if getattr(entry, "shape", None) == shape)
+    cut = frozenset(cut_keys(batch))
+    rows, length = shape
     # All ranks' parts in one go: several times faster than indexing for each.
     entries = {
-        key: entry.flatten().index_select(0, order).view(cp, shape[0], -1) if key in cut else entry
+        key: entry.flatten(0, 1)
+        .index_select(0, order)
+        .view(cp, rows, length // cp, *entry.shape[2:])
+        if key in cut
+        else entry
         for key, entry in batch.items()
     }
     return CutBatch(cp, entries, cut)

@@ -9,35 +9,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers import __version__ as tokenizers_version
 from tokenizers.processors import ByteLevel
 
-from torchtune_cp.data.chat_templates import find_chat_template, render_chat
+from torchtune_cp.data.chat_templates import render_chat
 from torchtune_cp.data.message_spans import MessageSpan, find_message_spans
 from torchtune_cp.data.messages import Message
-from torchtune_cp.errors import NotFoundHereError, UserError
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+from torchtune_cp.data.tokenizer_files import (
+    SPECIAL_NAMES,
+    TEMPLATE_FILE,
+    TEMPLATES_FOLDER,
+    TOKENIZER_FILES,
+    default_template,
+    find_templates,
+    ids_from_model_configs,
+    load_backend,
+    read_config,
+    read_json,
+    read_text,
+    token_text,
+    tokenizer_folder,
 )
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
+from torchtune_cp.errors import UserError
 
 
 class HFTokenizer:
@@ -48,7 +42,7 @@ class HFTokenizer:
         eos_id: Id of the token that ends a text, or None.
         pad_id: Id for padding. Checkpoints often have none; then eos, then 0 (its choice changes
             nothing: padding is never a label, and no token attends to what follows it).
-        adds_bos: Whether the checkpoint's own tokenizer puts `bos_id` before a text.
+        adds_bos: Whether the checkpoint's own tokenizer begins a text with `bos_id`.
         vocab_size: Largest token id + 1.
         max_seq_len: The length that datasets cut samples to, or None. Encoding itself never cuts.
         chat_template: The jinja2 template, or None.
@@ -60,7 +54,6 @@ class HFTokenizer:
         *,
         config: Mapping[str, Any],
         chat_template: str | None,
-        special_ids: Mapping[str, int] | None = None,
         max_seq_len: int | None = None,
         source_files: Sequence[Path] = (),
         generated_files: Mapping[str, str] | None = None,
@@ -72,7 +65,6 @@ class HFTokenizer:
             tokenizer: Taken over and changed: its post-processor, truncation and padding are removed.
             config: The contents of tokenizer_config.json.
             chat_template: The template to use.
-            special_ids: Fallback ids by name ("bos", "eos", "pad"), from model configs.
             max_seq_len: See the class.
             source_files: Files that `save` copies.
             generated_files: Files that `save` writes, by name (they win over copied ones).
@@ -89,23 +81,28 @@ class HFTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-        fallback = special_ids or {}
         self.special_tokens = {
-            key: text
-            for key in _SPECIAL_NAMES
-            if (text := _token_text(config.get(key))) is not None
+            key: text for key in SPECIAL_NAMES if (text := token_text(config.get(key))) is not None
         }
-        self.bos_id = self._special_id("bos_token", fallback.get("bos"))
-        self.eos_id = self._special_id("eos_token", fallback.get("eos"))
-        pad_id = self._special_id("pad_token", fallback.get("pad"))
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        pad_id = self._special_id("pad_token")
         if pad_id is None:
             pad_id = self.eos_id if self.eos_id is not None else 0
         self.pad_id: int = pad_id
 
         # tokenizer.json has the last word on this, as in transformers; `add_bos_token` in
         # tokenizer_config.json is for tokenizers that have no such file.
-        begins_with = self._tokenizer.encode("a").ids[:1]
-        self.adds_bos = self.bos_id is not None and begins_with == [self.bos_id]
+        example = self._tokenizer.encode("a")
+        added_here = "".join(map(str, example.special_tokens_mask))
+        if "0" not in added_here:  # a vocabulary without "a": nothing stands between the two ends
+            added_here = "1" * (example.ids[:1] == [self.bos_id]) + "0"
+        first, last = len(added_here.partition("0")[0]), len(added_here.rpartition("0")[2])
+        self._begin = example.ids[:first]
+        self._end = example.ids[len(example.ids) - last :]
+        if self.eos_id is not None and self.eos_id not in self._end:
+            self._end = [*self._end, self.eos_id]
+        self.adds_bos = self.bos_id is not None and self.bos_id in self._begin
         # From here on special tokens are added by `encode` alone. This processor does nothing (and
         # with trim_offsets off leaves the character offsets whole, which masks are made from).
         self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
@@ -116,37 +113,24 @@ class HFTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
 
-    def _special_id(self, name: str, fallback: int | None) -> int | None:
-        """The id of a special token by its text, else the fallback (whose text is then filled in)."""
+    def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        token_id = self._tokenizer.token_to_id(text) if text is not None else None
-        if token_id is not None:
-            return token_id
-        if fallback is not None:
-            fallback_text = self._tokenizer.id_to_token(fallback)
-            if fallback_text is not None:
-                self.special_tokens[name] = fallback_text
-                return fallback
-        return None
+        return None if text is None else self._tokenizer.token_to_id(text)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
             text: Special tokens written out in it are read as such.
-            add_bos: Begin with `bos_id` if this checkpoint's tokenizer does so (`adds_bos`): once,
-                even where its post-processor would add it too.
-            add_eos: End with `eos_id`, where there is one.
+            add_bos: Begin with what this checkpoint's tokenizer begins a text with: `bos_id` where
+                `adds_bos`, or other tokens of its own.
+            add_eos: End with what it ends a text with, and with `eos_id`, where there is one.
 
         Returns:
             The ids, never cut to `max_seq_len`.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if add_bos and self.adds_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        if add_eos and self.eos_id is not None:
-            ids = [*ids, self.eos_id]
-        return ids
+        return [*(self._begin if add_bos else ()), *ids, *(self._end if add_eos else ())]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -157,9 +141,9 @@ class HFTokenizer:
         if self.chat_template is None:
             raise UserError(
                 f"{self._name} has no chat template (neither chat_template in "
-                "tokenizer_config.json nor chat_template.jinja), which conversations need; use an "
-                "instruction-tuned checkpoint's tokenizer, or give the template's text or a .jinja "
-                "file as tokenizer.chat_template"
+                "tokenizer_config.json or chat_template.json, nor chat_template.jinja), which "
+                "conversations need; use an instruction-tuned checkpoint's tokenizer, or give the "
+                "template's text or a .jinja file as tokenizer.chat_template"
             )
         return self.chat_template
 
@@ -275,6 +259,7 @@ class HFTokenizer:
             "special_tokens": self.special_tokens,
             "special_ids": sorted(self._special_ids),
             "bos_eos": [self.bos_id, self.eos_id, self.adds_bos],
+            "ends": [self._begin, self._end, self._tokenizer.encode_special_tokens],
             "chat_template": self.chat_template,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -289,9 +274,14 @@ class HFTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         for path in self._source_files:
             target = folder / path.name
-            if not (target.exists() and target.samefile(path)):
+            if target.exists() and target.samefile(path):
+                continue
+            if path.is_dir():
+                shutil.copytree(path, target, dirs_exist_ok=True)
+            else:
                 shutil.copyfile(path, target)
         for name, text in self._generated_files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -321,69 +311,59 @@ def load_tokenizer(
     fallback_template: str | None = None,
 ) -> HFTokenizer:
     """As `hf_tokenizer`, with a template for folders that have none (for the model families)."""
-    folder = _tokenizer_folder(Path(path).expanduser())
-    config = {
-        **_read_json(folder / "special_tokens_map.json"),
-        # A null in tokenizer_config.json says nothing; it must not hide the other file's token.
-        **{k: v for k, v in _read_json(folder / "tokenizer_config.json").items() if v is not None},
-    }
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:
-        # The library raises plain Exception for every kind of broken file.
-        raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-    _add_missing_tokens(tokenizer, config, folder)
-
-    generated = {}
-    template = find_chat_template(folder, config) or fallback_template
+    folder = tokenizer_folder(Path(path).expanduser())
+    config = read_config(folder)
+    tokenizer = load_backend(folder, config)
+    own_config = read_json(folder / "tokenizer_config.json")
+    # Said by the folder of the model alone, which may not be the one that this tokenizer is saved to.
+    said = {"tokenizer_class": own_config.get("tokenizer_class") or "PreTrainedTokenizerFast"}
+    for key, token_id in ids_from_model_configs(folder).items():
+        text = tokenizer.id_to_token(token_id)
+        if token_text(config.get(f"{key}_token")) is None and text is not None:
+            said[f"{key}_token"] = text
+    templates = find_templates(folder, config)
     if chat_template is not None:
-        template = _read_template(chat_template)
-        generated["chat_template.jinja"] = template
+        template: str | None = _read_template(chat_template)
+    else:
+        template = default_template(templates, folder) or fallback_template
     return HFTokenizer(
         tokenizer,
-        config=config,
+        config={**config, **said},
         chat_template=template,
-        special_ids=_ids_from_model_configs(folder),
         max_seq_len=max_seq_len,
-        source_files=[folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()],
-        generated_files=generated,
+        source_files=[folder / name for name in TOKENIZER_FILES if (folder / name).exists()],
+        generated_files={
+            **_config_file(own_config, said),
+            **_template_files(folder, config, templates, template),
+        },
         name=f"the tokenizer in {folder}",
     )
 
 
-def _tokenizer_folder(path: Path) -> Path:
-    """The folder that holds tokenizer.json: `path` itself, the folder it lies in, or the one above."""
-    is_folder = path.is_dir()
-    candidates = [path] if is_folder else [path.parent]
-    if path.name == "original" or not is_folder:
-        candidates.append(candidates[0].parent)
-    for folder in candidates:
-        if (folder / "tokenizer.json").is_file():
-            return folder
-    if not candidates[0].is_dir() or not (path.exists() or path.suffix):
-        raise NotFoundHereError(f"tokenizer.path={str(path)!r} does not exist")
-    there = sorted(p.name for p in candidates[0].iterdir())
-    shown = ", ".join(there[:12]) + (", ..." if len(there) > 12 else "") if there else "nothing"
-    kind = UserError if path.exists() else NotFoundHereError
-    raise kind(
-        f"no tokenizer.json for tokenizer.path={str(path)!r} (in "
-        f"{' or '.join(str(folder) for folder in candidates)}; there is: {shown}); download the "
-        "checkpoint's tokenizer.json and tokenizer_config.json into that folder (tokenizer.model "
-        "alone cannot be read)"
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The contents of a JSON file; {} when it does not exist."""
-    if not path.is_file():
+def _config_file(own: Mapping[str, Any], said: Mapping[str, str]) -> dict[str, str]:
+    """tokenizer_config.json with what was found elsewhere; {} where the folder's own says it all."""
+    if all(own.get(name) == value for name, value in said.items()):
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+    text = json.dumps({**own, **said}, indent=2, ensure_ascii=False) + "\n"
+    return {"tokenizer_config.json": text}
+
+
+def _template_files(
+    folder: Path, config: Mapping[str, Any], templates: Mapping[str, str], used: str | None
+) -> dict[str, str]:
+    """The files that make `used` the saved folder's template; {} where its copied files do so."""
+    in_jinja_file = (folder / TEMPLATE_FILE).is_file()
+    if used is None or (
+        templates.get("default") == used and (in_jinja_file or config.get("chat_template"))
+    ):
+        return {}
+    # A file of its own hides what tokenizer_config.json has, so that goes along.
+    others = {
+        f"{TEMPLATES_FOLDER}/{name}.jinja": text
+        for name, text in templates.items()
+        if name != "default" and Path(name).name == name
+    }
+    return {TEMPLATE_FILE: used, **others}
 
 
 def _read_template(chat_template: str) -> str:
@@ -395,48 +375,7 @@ def _read_template(chat_template: str) -> str:
             f"tokenizer.chat_template={chat_template!r} is neither a jinja2 template nor an "
             "existing file"
         )
-    return path.read_text(encoding="utf-8")
-
-
-def _token_text(value: Any) -> str | None:
-    """A special token's text: files hold it as a string or as `{"content": ...}`."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _ids_from_model_configs(folder: Path) -> dict[str, int]:
-    """bos, eos and pad ids named by generation_config.json, then config.json (the first of a list)."""
-    ids: dict[str, int] = {}
-    for name in ("generation_config.json", "config.json"):
-        config = _read_json(folder / name)
-        for key in ("bos", "eos", "pad"):
-            value = config.get(f"{key}_token_id")
-            if isinstance(value, list):
-                value = value[0] if value else None
-            if isinstance(value, int):
-                ids.setdefault(key, value)
-    return ids
-
-
-def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Add tokens that only tokenizer_config.json knows (`added_tokens_decoder`), as transformers does."""
-    listed = config.get("added_tokens_decoder") or {}
-    for token_id, entry in sorted((int(i), entry) for i, entry in listed.items()):
-        if tokenizer.token_to_id(entry["content"]) is not None:
-            continue
-        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        token = AddedToken(entry["content"], **{f: entry[f] for f in flags if f in entry})
-        if entry.get("special", False):
-            tokenizer.add_special_tokens([token])
-        else:
-            tokenizer.add_tokens([token])
-        if tokenizer.token_to_id(entry["content"]) != token_id:
-            raise UserError(
-                f"{folder / 'tokenizer_config.json'} lists token {entry['content']!r} with id "
-                f"{token_id}, but with tokenizer.json it would become "
-                f"{tokenizer.token_to_id(entry['content'])}; the two files do not belong together"
-            )
+    return read_text(path)
 
 
 def _as_dict(message: Message | Mapping[str, Any]) -> dict[str, str]:

@@ -37,6 +37,31 @@ def check_window(window: int | None) -> None:
         )
 
 
+def check_inside(tokens: Tensor) -> None:
+    """Refuse tokens that a context has cut, or holds documents of, once that context has ended.
+
+    Such tokens have ``needs_context`` as an attribute.
+
+    Args:
+        tokens: The model's.
+
+    Raises:
+        UserError: Plain attention would take them for whole sequences.
+    """
+    if F.scaled_dot_product_attention is _torch_attention and getattr(
+        tokens, "needs_context", False
+    ):
+        raise UserError(
+            "the model was called outside of the context_parallel that yielded these tokens: plain"
+            " attention would take them for whole sequences; call it (and backward) inside"
+        )
+
+
+def is_distributed() -> bool:
+    """Whether attention is that of a context: the model's tokens then are slices, or several documents."""
+    return hasattr(F.scaled_dot_product_attention, "window")  # see `check_window`
+
+
 def _window_mask(seq: int, window: int, device: torch.device) -> Tensor:
     """Which keys a query sees, `[seq, seq]`: itself and the `window - 1` before it."""
     distance = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)

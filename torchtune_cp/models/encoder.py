@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.models.attention import MultiHeadAttention
+from torchtune_cp.errors import UserError
+from torchtune_cp.models.attention import MultiHeadAttention, check_inside, is_distributed
 from torchtune_cp.models.encoder_config import EncoderConfig
 from torchtune_cp.models.mlp import GELUFeedForward
 from torchtune_cp.models.rope import inverse_frequencies, rotary_cos_sin
@@ -152,7 +153,12 @@ class TransformerEncoder(nn.Module):
 
         Returns:
             Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
+
+        Raises:
+            UserError: `token_dropout_scale` is needed and missing, or the tokens belong to a context that
+                has ended.
         """
+        check_inside(tokens)
         real = None if attention_mask is None else attention_mask.bool()
         hidden = self._embed(tokens, real, token_dropout_scale)
         if input_pos is None:
@@ -170,6 +176,12 @@ class TransformerEncoder(nn.Module):
         hidden: Tensor = self.tok_embeddings(tokens)
         if self.config.token_dropout:
             mask_id = self.config.mask_token_id
+            if scale is None and is_distributed():
+                raise UserError(
+                    "the model has token dropout, whose scale cannot be computed inside context_parallel"
+                    " from slices or packed documents: give token_dropout_scale, as batches of"
+                    " MaskedLMCollator(..., mask_id=...) carry it"
+                )
             if scale is None:
                 scale = token_dropout_scale(tokens, mask_id, real=real)
             scale = scale.masked_fill(tokens == mask_id, 0.0)

@@ -42,11 +42,7 @@ _CONTACT_HEAD = "esm.contact_head.regression"
 #: Where frequencies may stand: in published folders (read and written by all versions of
 #: transformers), in memory of transformers 5, and, with a literal asterisk, in what 5.24 saves.
 _FREQUENCIES = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
-_READ_FREQUENCIES_FROM = (
-    _FREQUENCIES.format(0),
-    _FREQUENCIES.format("*"),
-    "esm.rotary_embeddings.inv_freq",
-)
+_OTHER_FREQUENCIES = (_FREQUENCIES.format("*"), "esm.rotary_embeddings.inv_freq")
 
 
 class StoredTensors(Protocol):
@@ -147,18 +143,22 @@ def encoder_config_to_hf(config: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def is_unused_esm_tensor(name: str) -> bool:
-    """Whether a tensor of a published folder has no place in a masked language model.
+def is_ignored_esm_tensor(name: str) -> bool:
+    """Whether a tensor of a published folder is one that rotary models never used.
 
     Args:
-        name: Its name there: the contact head (a regression on attention maps), learned positions
-            that rotary models never used, buffers, and the tied copy of the embedding.
+        name: Its name there: learned positions, and the buffer of their numbers.
     """
-    return (
-        name.startswith((_CONTACT_HEAD, "esm.embeddings.position_"))
-        or name.endswith("rotary_embeddings.inv_freq")
-        or name == "lm_head.decoder.weight"
-    )
+    return name.startswith("esm.embeddings.position_")
+
+
+def is_carried_esm_tensor(name: str) -> bool:
+    """Whether a tensor that is no parameter here is read all the same, see :func:`carried_tensors`.
+
+    Args:
+        name: Its name in the folder.
+    """
+    return name.startswith(_CONTACT_HEAD) or name.endswith("rotary_embeddings.inv_freq")
 
 
 def read_frequencies(model: TransformerEncoder, tensors: StoredTensors) -> None:
@@ -169,18 +169,23 @@ def read_frequencies(model: TransformerEncoder, tensors: StoredTensors) -> None:
         tensors: The folder's tensors.
 
     Raises:
-        ConfigError: They are of another head width.
+        ConfigError: They are of another head width, or not the same in all layers.
     """
-    for name in _READ_FREQUENCIES_FROM:
-        if name in tensors:
-            stored = tensors[name].float()
-            if stored.shape != (model.config.head_dim // 2,):
-                raise ConfigError(
-                    f"tensor {name} has shape {list(stored.shape)}, but config.json describes heads "
-                    f"of width {model.config.head_dim}"
-                )
+    layers = [_FREQUENCIES.format(layer) for layer in range(model.config.num_layers)]
+    found = [name for name in (*layers, *_OTHER_FREQUENCIES) if name in tensors]
+    for name in found:
+        stored = tensors[name].float()
+        if stored.shape != (model.config.head_dim // 2,):
+            raise ConfigError(
+                f"tensor {name} has shape {list(stored.shape)}, but config.json describes heads "
+                f"of width {model.config.head_dim}"
+            )
+        if name == found[0]:
             model.rope_frequencies = stored
-            return
+        elif not torch.equal(stored, tensors[found[0]].float()):
+            raise ConfigError(
+                f"tensors {found[0]} and {name} differ: here all layers have the same frequencies"
+            )
 
 
 def carried_tensors(model: TransformerEncoder, tensors: StoredTensors) -> dict[str, Tensor]:

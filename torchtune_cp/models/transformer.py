@@ -1,13 +1,14 @@
 """The decoder that every family here is built from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.models.attention import MultiHeadAttention, check_window
+from torchtune_cp.models.attention import MultiHeadAttention, check_inside, check_window
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
@@ -150,6 +151,14 @@ class TransformerDecoder(nn.Module):
             else OutputProjection(config.embed_dim, config.vocab_size)
         )
 
+    def untie_output(self) -> None:
+        """Give a tied output projection a weight of its own, not initialised; before sharding."""
+        tied_to = self.tok_embeddings.weight
+        with torch.device(tied_to.device):
+            self.output = OutputProjection(self.config.embed_dim, self.config.vocab_size)
+        self.output.to(tied_to.dtype)
+        self.config = replace(self.config, tie_word_embeddings=False)
+
     def forward(
         self,
         tokens: Tensor,
@@ -173,8 +182,9 @@ class TransformerDecoder(nn.Module):
 
         Raises:
             UserError: The model has a sliding window, and a context that distributes attention was not
-                told of it.
+                told of it; or the tokens belong to a context that has ended.
         """
+        check_inside(tokens)
         check_window(self.config.sliding_window)
         hidden = self.tok_embeddings(tokens)
         if input_pos is None:

@@ -50,6 +50,9 @@ _CPU = torch.device("cpu")
 class _NoWeights:
     """Stands where a run has its checkpointer: shapes are all that a plan needs."""
 
+    def keep_stored_output(self, model: nn.Module) -> None:
+        """What a folder stores is not known."""
+
     def source(self, model: nn.Module, seed: int) -> _NoWeights:
         return self
 

@@ -22,6 +22,7 @@ from torchtune_cp.data import (
     TokenBudgetDataset,
     create_cp_dataloader,
 )
+from torchtune_cp.data.token_ids import CheckedIds
 from torchtune_cp.datasets import SampleStream, SFTDataset, StreamedBatches, StreamPlace
 from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
@@ -139,11 +140,14 @@ def build_masked_lm_loader(
     loader, _ = create_cp_dataloader(
         partial(_masked_samples, cfg, dataset, tokenizer, seed, shuffle),
         meshes.world,
-        collate_fn=MaskedLMCollator(
-            cfg.sequence_format,
-            pad_id=tokenizer.pad_id,
-            divisor=dims.min_seq_len_divisor,
-            mask_id=tokenizer.mask_id if model.config.token_dropout else None,
+        collate_fn=CheckedIds(
+            MaskedLMCollator(
+                cfg.sequence_format,
+                pad_id=tokenizer.pad_id,
+                divisor=dims.min_seq_len_divisor,
+                mask_id=tokenizer.mask_id if model.config.token_dropout else None,
+            ),
+            model.config.vocab_size,
         ),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,
         shuffle=shuffle,

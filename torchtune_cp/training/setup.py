@@ -19,6 +19,7 @@ from torchtune_cp.checkpointing.resume_point import ResumePoint
 from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
+from torchtune_cp.data.token_ids import CheckedIds
 from torchtune_cp.distributed import Meshes, ParallelDims
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
 from torchtune_cp.distributed.fsdp import materialize, shard_model
@@ -127,6 +128,10 @@ def build_model(
     if num_layers is not None:
         assert isinstance(model, TransformerDecoder)
         first_layers(model, num_layers)
+    weights = checkpointer
+    if found is not None and found.manifest is None:
+        weights = FullModelHFCheckpointer(str(found.path))
+    weights.keep_stored_output(model)
     if cfg.enable_fp8_training:
         assert isinstance(model, TransformerDecoder)  # refused for others
         convert_to_float8(
@@ -169,11 +174,8 @@ def build_model(
         offload=cfg.fsdp_cpu_offload,
     )
     shards_on = torch.device("cpu") if cfg.fsdp_cpu_offload else device
-    if found is None:
-        materialize(model, checkpointer.source(model, seed), shards_on)
-    elif found.manifest is None:
-        folder = FullModelHFCheckpointer(str(found.path))
-        materialize(model, folder.source(model, seed), shards_on)
+    if found is None or found.manifest is None:
+        materialize(model, weights.source(model, seed), shards_on)
     else:
         if isinstance(model, TransformerEncoder):
             checkpointer.source(model, seed)  # for its rotary frequencies, which are no parameters
@@ -325,6 +327,7 @@ def build_loader(
     meshes: Meshes,
     seed: int,
     *,
+    vocab_size: int | None = None,
     validation: bool = False,
 ) -> TokenDataLoader:
     """Build the loader of this rank's data-parallel group; its context-parallel peers read the same.
@@ -335,6 +338,8 @@ def build_loader(
         tokenizer: Handed to the datasets.
         meshes: ``meshes.dp`` says which samples this rank reads.
         seed: Of the order of samples.
+        vocab_size: The model's; data with other token ids are refused when they are read. None does not
+            look.
         validation: Read every sample exactly once, in order; training instead leaves out an
             incomplete last global batch.
 
@@ -346,6 +351,8 @@ def build_loader(
     collate = component_callable(cfg.collate_fn, "collate_fn")
     if _compiles(cfg.compile, "model"):
         collate = bucketed(collate, longest=getattr(tokenizer, "max_seq_len", None))
+    if vocab_size is not None:
+        collate = CheckedIds(collate, vocab_size)
     return build_dataloader(
         parts[0] if len(parts) == 1 else torch.utils.data.ConcatDataset(parts),
         batch_size=(cfg.batch_size_val or cfg.batch_size) if validation else cfg.batch_size,

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from torchtune_cp.cli import run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import main
 from torchtune_cp.cli.rendezvous_options import settle_rendezvous
 from torchtune_cp.config.locate import recipes_dir
+from torchtune_cp.models import hf_config
+from torchtune_cp.models.hf_names import to_hf_name
+from torchtune_cp.models.llama3 import llama3
 
 RECIPE = "full_finetune_distributed"
 TINY = ["--config", "tiny/llama_cpu"]
@@ -101,11 +104,11 @@ def test_every_problem_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 def test_heads_that_tensor_parallelism_cannot_give_out_are_named_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sizes = ["model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=258"]
+    sizes = ["model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=274"]
     command = ["--nproc_per_node", "4", RECIPE, *TINY, *sizes]
     (heads, vocab) = refused(capsys, *command, "tensor_parallel_dim=4")
     assert "tensor_parallel_dim: 4 does not divide the model's num_kv_heads of 2" in heads
-    assert "vocab_size of 258" in vocab
+    assert "vocab_size of 274" in vocab
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -121,12 +124,14 @@ def model_folder(tmp_path: Path) -> Path:
     """A folder with two shards, as a download leaves it."""
     folder = tmp_path / "model"
     folder.mkdir()
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for i, name in enumerate(names):
-        save_file({f"w{i}": torch.zeros(64, 64)}, folder / name)
-    index = {"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    model = llama3(272, 2, 4, 2, 64, 1024, intermediate_dim=192)  # that of tiny/llama_cpu
+    weights = {to_hf_name("llama", name): p.detach() for name, p in model.named_parameters()}
+    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for file in set(where.values()):
+        save_file({name: weights[name] for name in weights if where[name] == file}, folder / file)
+    index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps(hf_config(model)))
     return folder
 
 
@@ -159,6 +164,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_whole_checkpoint_is_let_through(model_folder: Path, launched: list) -> None:
     assert main(["run", RECIPE, *TINY, f"checkpointer.checkpoint_dir={model_folder}"]) == 0
     assert len(launched) == 1
+
+
+def test_weights_of_another_model_and_a_tokenizer_too_large_are_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_folder: Path
+) -> None:
+    """Case F10 for the tokenizer."""
+    path = model_folder / "model-00002-of-00002.safetensors"
+    save_file({**load_file(path), "score.weight": torch.ones(2, 64)}, path)
+    given = f"checkpointer.checkpoint_dir={model_folder}"
+    lines = refused(capsys, RECIPE, *TINY, given, "model.vocab_size=200")
+    assert len(lines) == 2
+    assert (
+        "token ids go up to 271 (vocabulary of 272), but the model's vocab_size is 200" in lines[0]
+    )
+    assert "other shape: model.embed_tokens.weight is [272, 64]" in lines[1]
+    assert "unexpected: score.weight" in lines[1]
+    (line,) = refused(capsys, RECIPE, *TINY, given)
+    assert "unexpected: score.weight" in line
 
 
 def test_names_become_absolute_paths_and_overrides_pass_unchanged(launched: list) -> None:

@@ -133,7 +133,6 @@ def test_long_texts_are_not_cut_by_settings_stored_in_tokenizer_json(tmp_path: P
             },
             ("<|im_start|>", "<|im_end|>", "<|im_end|>"),
         ),
-        ({"eos_token": "not in the vocabulary"}, {}, (None, None, 0)),
     ],
 )
 def test_special_ids_are_found_in_the_files_that_name_them(

@@ -319,6 +319,14 @@ def test_old_tensors_of_published_folders_are_accepted_and_foreign_ones_refused(
         torch.equal(a, b) for a, b in zip(model.parameters(), ours.parameters(), strict=True)
     )
 
+    # What the model would have to do without, or share, although the folder says otherwise.
+    other = {**old, "lm_head.decoder.weight": old["lm_head.decoder.weight"] + 1}
+    save_file(other, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"not the embedding.*lm_head\.decoder\.weight"):
+        FullModelHFCheckpointer(str(tmp_path)).source(model, seed=0)
+    save_file({**old, key.format(3): rounded + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layer\.0\..* and .*layer\.3\..* differ"):
+        FullModelHFCheckpointer(str(tmp_path)).source(model, seed=0)
     save_file({**tensors, "esm.pooler.dense.bias": torch.zeros(64)}, path)
     with pytest.raises(UserError, match=r"unexpected: esm\.pooler\.dense\.bias"):
         FullModelHFCheckpointer(str(tmp_path)).source(model, seed=0)

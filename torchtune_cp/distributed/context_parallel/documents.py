@@ -48,20 +48,25 @@ class AttentionMask:
 
 
 def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
-    """Read the documents off a batch: ``seq_lens``, or without it every row as one document.
+    """Read the documents off a batch: ``seq_lens`` or ``cu_seqlens``, or else every row as one document.
 
     Args:
         batch: ``tokens`` [b, s] and for packed rows ``seq_lens`` [b, most documents in a row], integers:
             the lengths of the documents in order, from position 0 of each row, filled up with 0. What
-            lies behind the last document of a row is padding.
+            lies behind the last document of a row is padding. Or, for documents that are padded one by
+            one, ``cu_seqlens`` and ``cu_seqlens_padded`` [documents + 1], integers: where each ends, with
+            the rows laid end to end, counted without and with the padding behind it; both begin with 0.
+            Without ``cu_seqlens_padded`` there is no padding.
 
     Returns:
         The documents in order, empty ones left out.
 
     Raises:
-        UserError: ``seq_lens`` of another shape, with negative lengths, or longer than the row.
+        UserError: Entries of another shape, with negative lengths, or beyond the tokens.
     """
     rows, row_length = batch["tokens"].shape
+    if any(batch.get(key) is not None for key in ("cu_seqlens", "cu_seqlens_padded")):
+        return _padded_documents(batch)
     seq_lens = batch.get("seq_lens")
     if seq_lens is None:
         return tuple(
@@ -90,11 +95,43 @@ def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
     return tuple(documents)
 
 
+def _padded_documents(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
+    """What ``cu_seqlens`` describes of a whole batch."""
+    total = batch["tokens"].numel()
+    ends = batch.get("cu_seqlens")
+    if ends is None:
+        raise UserError(
+            "a batch with 'cu_seqlens_padded' needs 'cu_seqlens', too, without the padding"
+        )
+    padded_ends = batch.get("cu_seqlens_padded")
+    padded_ends = ends if padded_ends is None else padded_ends
+    of_right_shape = ends.ndim == 1 and ends.shape == padded_ends.shape
+    lengths, padded = (e.diff().tolist() if of_right_shape else [] for e in (ends, padded_ends))
+    if (
+        not of_right_shape
+        or ends.is_floating_point()
+        or (len(ends) and (int(ends[0]) or int(padded_ends[0])))
+        or any(not 0 <= real <= whole for real, whole in zip(lengths, padded, strict=True))
+        or sum(padded) > total
+    ):
+        raise UserError(
+            f"batch entries cu_seqlens {ends.tolist()} and cu_seqlens_padded {padded_ends.tolist()} do not"
+            f" describe documents in {total} tokens; a batch that holds one rank's slices needs"
+            " already_cut=True"
+        )
+    starts = padded_ends.tolist()
+    return tuple(
+        Document(start, length)
+        for start, length in zip(starts[:-1], lengths, strict=True)
+        if length
+    )
+
+
 def document_positions(
     documents: tuple[Document, ...], shape: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Positions that restart with each document, ``[b, s]`` int64; 0 on padding."""
-    positions = torch.zeros(shape[0] * shape[1], dtype=torch.int64)
+    """Positions that restart with each document, ``[b, s]`` int64; -1 on padding."""
+    positions = torch.full((shape[0] * shape[1],), -1, dtype=torch.int64)
     for document in documents:
         end = document.offset + document.length
         positions[document.offset : end] = torch.arange(document.length)

@@ -22,12 +22,13 @@ from torchtune_cp.distributed.context_parallel.assignment import (
 )
 from torchtune_cp.distributed.context_parallel.balance import attention_pairs
 from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
+from torchtune_cp.distributed.context_parallel.entries import (
+    check_entries,
+    cut_keys,
+    other_entries,
+    spread,
+)
 from torchtune_cp.errors import UserError
-
-#: The entries of a batch that have a sequence dimension (dimension 1), and what padding is put there.
-#: A padding token is never attended to by a real one (it stands behind all of them under a causal
-#: mask) and its label is ignored, so any token id will do.
-SEQUENCE_KEYS = ("tokens", "labels", "input_pos", "token_dropout_scale")
 
 IGNORE_INDEX = -100
 
@@ -41,31 +42,31 @@ def pad_batch(batch: dict[str, torch.Tensor], divisor: int) -> dict[str, torch.T
     """Copy a batch's sequence entries, padded at the end to a multiple of ``divisor``.
 
     Args:
-        batch: ``tokens`` [b, s] and optionally ``labels`` and ``input_pos`` [b, s]; other entries are
-            left out. Without ``input_pos`` the positions 0 .. s-1 are added.
+        batch: ``tokens`` [b, s] and optionally ``labels``, ``input_pos`` and others [b, s, ...]; entries
+            without a sequence are left out. Without ``input_pos`` the positions 0 .. s-1 are added.
         divisor: What the length must divide by.
 
     Returns:
-        New contiguous tensors [b, L]: tokens padded with 0, labels with -100, positions counted on.
+        New contiguous tensors [b, L, ...]: labels padded with -100, positions counted on, others with 0.
 
     Raises:
-        UserError: No ``tokens``, or an entry whose shape is not that of ``tokens``.
+        UserError: See :func:`entries.check_entries`.
     """
-    check_shapes(batch)
+    check_entries(batch)
     tokens = batch["tokens"]
     b, s = tokens.shape
     length = padded_length(s, divisor)
     extra = length - s
     padded: dict[str, torch.Tensor] = {}
-    for key in SEQUENCE_KEYS:
-        entry = batch.get(key)
-        if entry is None:
-            continue
+    for key in cut_keys(batch):
+        entry = batch[key]
         if key == "input_pos":
             tail = entry[:, -1:] + torch.arange(1, extra + 1, device=entry.device)
         else:
+            # A padding token is never attended to by a real one (it stands behind all of them under a
+            # causal mask) and its label is ignored, so any token id will do.
             fill = IGNORE_INDEX if key == "labels" else 0
-            tail = entry.new_full((b, extra), fill)
+            tail = entry.new_full((b, extra, *entry.shape[2:]), fill)
         padded[key] = torch.cat([entry, tail.to(entry.dtype)], dim=1).contiguous()
     if "input_pos" not in padded:
         positions = torch.arange(length, device=tokens.device)
@@ -381,7 +382,7 @@ def layout_of_slices(
     Raises:
         UserError: Entries are missing or do not fit the number of tokens.
     """
-    missing = [key for key in ("cu_seqlens", "cu_seqlens_padded") if key not in batch]
+    missing = [key for key in ("cu_seqlens", "cu_seqlens_padded") if batch.get(key) is None]
     if missing:
         raise UserError(
             f"a batch that is already cut needs {' and '.join(missing)} [documents + 1]; given:"
@@ -411,38 +412,30 @@ def cut_batch(
     """Copy one rank's tokens out of a batch.
 
     Args:
-        batch: ``tokens``, ``input_pos`` and optionally ``labels`` [b, s].
+        batch: ``tokens``, ``input_pos`` and optionally ``labels`` and others [b, s, ...].
         layout: Who holds what.
         rank: Whose part is wanted.
 
     Returns:
-        The entries as [1, n]; padding has token 0, position 0 and the label -100.
+        These entries as [1, n, ...], padding with the label -100 and else 0; and those without a sequence.
     """
-    index = layout.indices[rank]
-    local = {}
-    for key in SEQUENCE_KEYS:
-        entry = batch.get(key)
-        if entry is None:
-            continue
-        at = index.to(entry.device)
-        taken = entry.flatten()[at.clamp(min=0)]
-        local[key] = taken.masked_fill_(at < 0, IGNORE_INDEX if key == "labels" else 0)[None]
+    at = layout.indices[rank].to(batch["tokens"].device)
+    local = other_entries(batch)
+    for key in cut_keys(batch):
+        taken = batch[key].flatten(0, 1)[at.clamp(min=0)]
+        fill = IGNORE_INDEX if key == "labels" else 0
+        local[key] = taken.masked_fill_(spread(at < 0, taken), fill)[None]
     return local
 
 
-def check_shapes(batch: dict[str, torch.Tensor]) -> None:
-    """Refuse a batch without ``tokens``, or with entries of other shapes.
+def positions_of_rank(layout: DocumentLayout, rank: int) -> torch.Tensor:
+    """Each token's position in its document, int64 [n]; -1 on padding.
 
-    Raises:
-        UserError: Naming the entry.
+    Args:
+        layout: Who holds what.
+        rank: A context-parallel rank.
     """
-    if "tokens" not in batch:
-        raise UserError(f"a batch needs an entry 'tokens' [batch, seq]; given: {sorted(batch)}")
-    tokens = batch["tokens"]
-    for key in SEQUENCE_KEYS:
-        entry = batch.get(key)
-        if entry is not None and entry.shape != tokens.shape:
-            raise UserError(
-                f"batch entry '{key}' has the shape {list(entry.shape)}, but 'tokens' has"
-                f" {list(tokens.shape)}; they are cut together along dimension 1"
-            )
+    whole = np.full(layout.heads_split * layout.length, -1, dtype=np.int64)
+    for piece, at in layout.placed(rank // layout.heads_split):
+        whole[at : at + piece.stop - piece.start] = np.arange(piece.start, piece.stop)
+    return torch.from_numpy(whole.reshape(layout.heads_split, -1)[rank % layout.heads_split])

@@ -13,8 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_cp.distributed.context_parallel.documents import (
     AttentionMask,
-    document_positions,
     documents_of,
+)
+from torchtune_cp.distributed.context_parallel.entries import (
+    DOCUMENT_KEYS,
+    check_entries,
+    other_entries,
 )
 from torchtune_cp.distributed.context_parallel.exchange import Grid
 from torchtune_cp.distributed.context_parallel.executor import Executor
@@ -24,10 +28,8 @@ from torchtune_cp.distributed.context_parallel.flex import (
     mask_mod_region,
 )
 from torchtune_cp.distributed.context_parallel.layout import (
-    SEQUENCE_KEYS,
     DocumentLayout,
     SequenceLayout,
-    check_shapes,
     cut_batch,
     document_layout,
     layout_of_slices,
@@ -36,6 +38,11 @@ from torchtune_cp.distributed.context_parallel.layout import (
 )
 from torchtune_cp.distributed.context_parallel.ops import document_region
 from torchtune_cp.distributed.context_parallel.plan import make_plan
+from torchtune_cp.distributed.context_parallel.positions import (
+    in_longer_rows,
+    slices_with_positions,
+    with_positions,
+)
 from torchtune_cp.distributed.context_parallel.torch_private import ring_attention
 from torchtune_cp.errors import UserError
 
@@ -58,18 +65,18 @@ class LocalBatch(dict[str, torch.Tensor]):
         self, entries: dict[str, torch.Tensor], layout: DocumentLayout | SequenceLayout, rank: int
     ) -> None:
         """Keep the entries and the layout; ``rank`` is the one that holds the entries."""
-        super().__init__(entries)
+        tokens = entries["tokens"].detach()  # not the caller's own tensor
+        tokens.needs_context = True  # type: ignore[attr-defined]  # models look at it
+        super().__init__({**entries, "tokens": tokens})
         self.layout = layout
         self.attention_pairs = layout.pairs()[rank // layout.heads_split] / layout.heads_split
 
 
-def _pad(batch: dict[str, torch.Tensor], divisor: int, is_causal: bool) -> dict[str, torch.Tensor]:
+def _pad(
+    batch: dict[str, torch.Tensor], divisor: int, whole_rows_only: bool
+) -> dict[str, torch.Tensor]:
     padded = pad_batch(batch, divisor)
-    if (
-        not is_causal
-        and "seq_lens" not in batch
-        and padded["tokens"].shape != batch["tokens"].shape
-    ):
+    if whole_rows_only and padded["tokens"].shape != batch["tokens"].shape:
         raise UserError(
             f"a sequence of {batch['tokens'].size(1)} tokens with is_causal=False: every token would"
             f" attend to the padding, for no mask hides it; give a length that divides by {divisor}"
@@ -80,13 +87,6 @@ def _pad(batch: dict[str, torch.Tensor], divisor: int, is_causal: bool) -> dict[
 def _shape(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     rows, length = batch["tokens"].shape
     return rows, length
-
-
-def _with_positions(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if "input_pos" in batch:
-        return batch
-    positions = document_positions(documents_of(batch), _shape(batch), batch["tokens"].device)
-    return {**batch, "input_pos": positions}
 
 
 def _check(
@@ -187,8 +187,9 @@ def context_parallel(
             the whole batch, padded only if ``pad_to_multiple_of`` asks for it. Documents and windows are
             kept there, too.
         batch: ``tokens`` [b, s] and optionally ``labels`` (already shifted), ``input_pos`` [b, s], and for
-            packed rows ``seq_lens`` [b, most documents], see :func:`documents.documents_of`. It is left as
-            it is: what is yielded are copies.
+            packed rows ``seq_lens`` [b, most documents] or ``cu_seqlens`` [documents + 1], see
+            :func:`documents.documents_of`. Other entries [b, s, ...] are cut with them; those without a
+            dimension of s go to all ranks. It is left as it is: what is yielded are copies.
         is_causal: Whether the model's attention is causal. Decides the layout: head-tail balanced for
             causal attention, consecutive slices for bidirectional attention.
         rotate_method: How keys and values reach the other ranks in a ring: ``"allgather"`` (one
@@ -217,15 +218,17 @@ def context_parallel(
         from it. With several ranks, or documents, its attribute ``layout`` says who holds what.
 
     Raises:
-        UserError: An unknown method, a mesh of several dimensions, a malformed batch, a ``ulysses_dim``
-            that does not divide, or a bidirectional sequence that would need padding.
+        UserError: An unknown method, a mesh of several dimensions, a malformed batch, entries that cannot
+            be cut or are named as in other libraries (``attention_mask``, ``position_ids``), slices cut
+            for other ranks, a ``ulysses_dim`` that does not divide, or a bidirectional sequence that would
+            need padding.
         RuntimeError: Entered inside another context-parallel region.
     """
     global _entered
     if _entered:
         raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
     parts = _check(cp_mesh, method, rotate_method, ulysses_dim)
-    check_shapes(batch)
+    check_entries(batch)
     cp = 1 if cp_mesh is None else cp_mesh.size()
     longest = batch["tokens"].size(1) * (cp if already_cut else 1)
     mask = AttentionMask(is_causal, window).within(longest)
@@ -233,7 +236,8 @@ def context_parallel(
         _check_mask_mod(cp_mesh, method, window)
         if already_cut:
             raise UserError("mask_mod with already_cut=True: give context_parallel the whole batch")
-    by_documents |= "seq_lens" in batch or mask.window is not None or mask_mod is not None
+    by_documents |= any(batch.get(key) is not None for key in DOCUMENT_KEYS)
+    by_documents |= mask.window is not None or mask_mod is not None
     _entered = True
     try:
         if already_cut:
@@ -241,32 +245,32 @@ def context_parallel(
             grid = None
             if cp_mesh is not None and cp > 1:
                 grid = Grid(cp_mesh.get_group(), cp, cp_mesh.get_local_rank(), parts)
-            local = {
-                key: batch[key].reshape(1, -1)
-                for key in SEQUENCE_KEYS
-                if batch.get(key) is not None
-            }
+            local = slices_with_positions(batch, layout, 0 if grid is None else grid.rank)
             with _region(layout, grid, method, rotate_method, None, batch["tokens"].device):
                 _tell_models(window, None)
                 yield LocalBatch(local, layout, 0 if grid is None else grid.rank)
             return
         if cp_mesh is None or cp == 1:
             # Tensor parallelism alone cuts the residual stream, too, and needs a length that divides.
+            rows, length = _shape(batch)
+            documents = documents_of(batch) if by_documents else ()
+            if by_documents:
+                batch = with_positions(batch, documents)
             if pad_to_multiple_of > 1:
-                seq_lens = {k: v for k, v in batch.items() if k == "seq_lens"}
-                batch = {**_pad(batch, pad_to_multiple_of, is_causal), **seq_lens}
+                whole_rows_only = not is_causal and not by_documents
+                batch = {**batch, **_pad(batch, pad_to_multiple_of, whole_rows_only)}
             if not by_documents:
                 yield batch
                 return
-            batch = _with_positions(batch)
-            layout = whole_rows(documents_of(batch), _shape(batch), mask)
+            documents = in_longer_rows(documents, length, batch["tokens"].size(1))
+            layout = whole_rows(documents, _shape(batch), mask)
             with _region(layout, None, "ring", rotate_method, mask_mod, batch["tokens"].device):
                 _tell_models(window, mask_mod)
                 yield LocalBatch(batch, layout, 0)
             return
         if not by_documents and method == "ring":
             divisor = math.lcm(2 * cp, pad_to_multiple_of)
-            local = _pad(batch, divisor, is_causal)
+            local = _pad(batch, divisor, not is_causal)
             rows, length = _shape(batch)
             sequence = SequenceLayout(length, local["tokens"].size(1), cp, is_causal, rows)
             with ring_attention(
@@ -277,11 +281,14 @@ def context_parallel(
                 rotate_method=rotate_method,
             ):
                 _tell_models(window, mask_mod)
-                yield LocalBatch(local, sequence, cp_mesh.get_local_rank())
+                yield LocalBatch(
+                    {**other_entries(batch), **local}, sequence, cp_mesh.get_local_rank()
+                )
             return
-        batch = _with_positions(batch)
+        documents = documents_of(batch)
+        batch = with_positions(batch, documents)
         layout = document_layout(
-            documents_of(batch),
+            documents,
             _shape(batch),
             cp,
             mask,
