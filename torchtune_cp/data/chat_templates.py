@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -150,11 +150,13 @@ class TemplateNames:
 
     Attributes:
         variables: Names of variables, such as "tools".
+        inputs: Those of them that it does not set itself.
         keys: Attributes and strings, which keys of messages are read by: more than these may be meant.
         generation: Whether it marks what the assistant says with `{% generation %}`.
     """
 
     variables: frozenset[str]
+    inputs: frozenset[str]
     keys: frozenset[str]
     generation: bool
 
@@ -167,10 +169,12 @@ def template_names(template: str) -> TemplateNames:
         UserError: It is not valid jinja2.
     """
     _compile(template, False)  # for the error
-    source = _environment(marks_generation=True).parse(template)
+    environment = _environment(marks_generation=True)
+    source = environment.parse(template)
     data = "".join(node.data for node in source.find_all(nodes.TemplateData))
     return TemplateNames(
         variables=frozenset(n.name for n in source.find_all(nodes.Name) if n.ctx == "load"),
+        inputs=frozenset(meta.find_undeclared_variables(source) - set(environment.globals)),
         keys=frozenset(n.attr for n in source.find_all(nodes.Getattr))
         | {n.value for n in source.find_all(nodes.Const) if isinstance(n.value, str)},
         generation=GENERATION_MARKS[0] in data,

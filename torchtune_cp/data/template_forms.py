@@ -190,6 +190,15 @@ def _check_kept(render: Render, turns: Sequence[Turn], text: str, names: Templat
                 )
 
 
+def check_tools(tools: Sequence[Mapping[str, Any]] | None, text: str) -> None:
+    """Raise UserError naming a tool that is not in the text."""
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and not appears(name, text):
+            raise UserError(f"the chat template leaves out the tool {name!r}")
+
+
 def _try(render: Render, turns: Sequence[Turn]) -> str | None:
     try:
         return render(turns, False)

@@ -22,7 +22,7 @@ from torchtune_cp.data.message_spans import (
     missing_of,
 )
 from torchtune_cp.data.messages import Message
-from torchtune_cp.data.template_forms import Render, as_turn, fit
+from torchtune_cp.data.template_forms import Render, as_turn, check_tools, fit
 from torchtune_cp.errors import UserError
 
 _TOKENIZER_FILES = (
@@ -56,6 +56,7 @@ class HFTokenizer:
         pad_id: Id for padding. Checkpoints often have none; then eos, then 0 (its choice changes
             nothing: padding is never a label, and no token attends to what follows it).
         adds_bos: Whether the checkpoint's own tokenizer puts `bos_id` before a text.
+        stop_ids: Ids that end what the model says: `eos_id`, and all that the model configs name.
         vocab_size: Largest token id + 1.
         max_seq_len: The length that datasets cut samples to, or None. Encoding itself never cuts.
         chat_template: The jinja2 template, or None.
@@ -68,6 +69,7 @@ class HFTokenizer:
         config: Mapping[str, Any],
         chat_template: str | None,
         special_ids: Mapping[str, int] | None = None,
+        stop_ids: Sequence[int] = (),
         max_seq_len: int | None = None,
         source_files: Sequence[Path] = (),
         generated_files: Mapping[str, str] | None = None,
@@ -80,6 +82,7 @@ class HFTokenizer:
             config: The contents of tokenizer_config.json.
             chat_template: The template to use.
             special_ids: Fallback ids by name ("bos", "eos", "pad"), from model configs.
+            stop_ids: See the class; `eos_id` is one anyway.
             max_seq_len: See the class.
             source_files: Files that `save` copies.
             generated_files: Files that `save` writes, by name (they win over copied ones).
@@ -104,6 +107,8 @@ class HFTokenizer:
         }
         self.bos_id = self._special_id("bos_token", fallback.get("bos"))
         self.eos_id = self._special_id("eos_token", fallback.get("eos"))
+        eos = () if self.eos_id is None else (self.eos_id,)
+        self.stop_ids = tuple(sorted({*stop_ids, *eos}))
         pad_id = self._special_id("pad_token", fallback.get("pad"))
         if pad_id is None:
             pad_id = self.eos_id if self.eos_id is not None else 0
@@ -245,6 +250,7 @@ class HFTokenizer:
         render = self._renderer(variables)
         names = template_names(self.require_chat_template())
         turns, text = fit(render, [as_turn(message) for message in given], names)
+        check_tools((variables or {}).get("tools"), text)
         trained = [i for i, m in enumerate(given) if not m.masked and not m.is_blank()]
         spans: dict[int, list[MessageSpan]] = {}
         if names.generation and add_end_tokens:
@@ -395,6 +401,7 @@ def load_tokenizer(
         config=config,
         chat_template=template,
         special_ids=_ids_from_model_configs(folder),
+        stop_ids=_stop_ids(folder),
         max_seq_len=max_seq_len,
         source_files=[folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()],
         generated_files=generated,
@@ -467,6 +474,16 @@ def _ids_from_model_configs(folder: Path) -> dict[str, int]:
             if isinstance(value, int):
                 ids.setdefault(key, value)
     return ids
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    """All ids that generation_config.json, else config.json, ends a text with."""
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            found = ids if isinstance(ids, list) else [ids]
+            return [i for i in found if isinstance(i, int) and i >= 0]
+    return []
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
