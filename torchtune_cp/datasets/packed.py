@@ -24,7 +24,7 @@ from torchtune_cp.datasets.sft import (
     log_data_line,
     sequence_limit,
 )
-from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.source import Rows, describe_source, load_rows
 from torchtune_cp.datasets.token_store import Documents, TokenStore, stored_tokens
 from torchtune_cp.errors import UserError
 
@@ -352,6 +352,6 @@ def dataset_from_source(
         reader,
         tokenizer,
         name=describe_source(source, load_dataset_kwargs),
-        blank_lines=count_blank_lines(source, load_dataset_kwargs.get("data_files")),
+        blank_lines=getattr(rows, "blank_lines", 0),
         **settings,
     )
