@@ -148,6 +148,8 @@ def assistant_blocks(
             for start, end in blocks
         ]
     for owner, (start, end) in zip(owners, blocks, strict=True):
+        if start == end:
+            continue
         if owner < 0:
             raise UserError(
                 f"the chat template marks {text[start:end][:40]!r} as the assistant's, which is in none "
@@ -253,7 +255,11 @@ def _rich(render: Render, turns: Sequence[Turn], text: str, index: int) -> tuple
     if turn.get("reasoning_content"):
         marks = {"reasoning_content": _MARK, "thinking": _MARK}
         reasoning = _isolated(render, turns, text, index, marks)
-        found = [reasoning] if reasoning else []  # templates drop that of earlier turns
+        # Templates drop the reasoning of earlier turns.
+        dropped = reasoning is None and _changed(render, turns, index, marks) is None
+        if dropped and isinstance(content, str) and not turn.get("tool_calls"):
+            return _plain(render, turns, text, index)
+        found = [reasoning] if reasoning else []
     if isinstance(content, str) and content.strip():
         found.append(_isolated(render, turns, text, index, {"content": with_mark(content, _MARK)}))
     elif isinstance(content, list):

@@ -55,16 +55,16 @@ def fit(render: Render, turns: Sequence[Turn], names: TemplateNames) -> tuple[li
         TemplateRefusal: The template accepts the conversation in no form.
         UserError: It leaves out a turn, a tool call or reasoning, named.
     """
-    first_error: UserError | None = None
+    errors: list[UserError] = []
     for form in _forms(turns):
         try:
             text = render(form, False)
             _check_kept(render, form, text, names)
             return form, text
         except UserError as error:
-            first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+            errors.append(error)
+    # What is left out says more than that a form is refused.
+    raise next((error for error in errors if not isinstance(error, TemplateRefusal)), errors[0])
 
 
 def _forms(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
@@ -159,6 +159,13 @@ def _check_kept(render: Render, turns: Sequence[Turn], text: str, names: Templat
     if any(mark in text for mark in (OPEN, CLOSE, *GENERATION_MARKS)):
         raise UserError("a turn has one of U+FDD0, U+FDD1, U+FDEE, U+FDEF, which are no characters")
     for number, turn in enumerate(turns):
+        content = turn.get("content")
+        thinks = isinstance(content, list) and any(p["type"] == "thinking" for p in content)
+        if thinks and "thinking" not in names.keys:
+            raise UserError(
+                f"turn {number} ({turn['role']}) has a part 'thinking', which the chat template does not "
+                "render; leave it out, or give a template that renders it as tokenizer.chat_template"
+            )
         for keys in _MEANINGFUL:
             given = [key for key in keys if turn.get(key)]
             if not given or names.keys & set(keys):
@@ -167,24 +174,27 @@ def _check_kept(render: Render, turns: Sequence[Turn], text: str, names: Templat
             changed = _try(render, [*turns[:number], without, *turns[number + 1 :]])
             if changed == text:
                 raise UserError(
-                    f"turn {number} ({turn['role']}) has {given[-1]!r}, which the chat template does not "
+                    f"turn {number} ({turn['role']}) has {given[0]!r}, which the chat template does not "
                     "render; leave it out, or give a template that renders it as tokenizer.chat_template"
                 )
-    marked_text = _try(render, [_marked(turn, n) for n, turn in enumerate(turns)]) or ""
+    marked_text = _try(render, [_marked(turn, n) for n, turn in enumerate(turns)])
     for number, turn in enumerate(turns):
         where = f"turn {number} ({turn['role']})"
         for place, said in enumerate(_texts(turn)):
-            if _mark(number, place) not in marked_text and not appears(said, text):
-                raise UserError(f"the chat template leaves out the text of {where}")
-            # A list that is written out as Python or JSON would write it.
-            if isinstance(turn.get("content"), list) and any(
-                f"{q}text{q}: {q}{_mark(number, place)}" in marked_text for q in "'\""
-            ):
-                raise UserError(f"the chat template takes no parts as the content of {where}")
+            mark = _mark(number, place)
+            if marked_text is not None and mark in marked_text:
+                # Parts may be written out as Python or JSON writes a list.
+                kept = isinstance(turn["content"], str) or not any(
+                    f"{q}text{q}: {q}{mark}" in marked_text for q in "'\""
+                )
+            else:
+                kept = isinstance(turn["content"], str) and appears(said, text)
+            if not kept:
+                raise UserError(f"the chat template leaves out or rewrites the text of {where}")
         for place, call in enumerate(functions(turn)):
             arguments = _marked_arguments(call["arguments"], number, place)
             shown = arguments if isinstance(arguments, str) else next(iter(arguments), "")
-            if call["name"] not in text or (shown not in marked_text and marked_text):
+            if call["name"] not in text or (marked_text is not None and shown not in marked_text):
                 raise UserError(
                     f"the chat template leaves out or rewrites the call of {call['name']!r} in {where}"
                 )
