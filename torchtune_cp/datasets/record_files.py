@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from torchtune_cp.datasets.local_paths import unpacked
 from torchtune_cp.errors import UserError
 
 FORMATS = ("json", "text", "csv")
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 _BLOCK = 1 << 20
 
 
@@ -60,7 +60,7 @@ class RecordFile:
         self._array: list[Any] | None = None  # of a file that is one JSON array
         self._open: IO[bytes] | None = None
         try:
-            self._plain = _unpacked(path)
+            self._plain = unpacked(path)
             with self._plain.open("rb") as file:
                 head = file.read(64)
                 if head.startswith(_UTF16):
@@ -151,7 +151,6 @@ class RecordFile:
         """A row; UserError saying what is wrong with the record, not where it stands."""
         if self._array is not None:
             row = self._array[index]
-            _check_characters(json.dumps(row, ensure_ascii=False))
             return _mapping(row)
         raw = self._bytes(index)
         try:
@@ -175,9 +174,7 @@ class RecordFile:
             raise UserError(f"JSON parse error in {where}: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # numbers without end, nesting without end
             raise UserError(f"JSON parse error in line {self._line(index)}: {error}") from error
-        if "\\ud" in text or "\\uD" in text:
-            _check_characters(json.dumps(row, ensure_ascii=False))
-        return _mapping(row)
+        return _mapping(row, escapes="\\u" in text)
 
     def _csv(self, text: str, index: int) -> Mapping[str, Any]:
         fields = next(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -297,51 +294,33 @@ def _parsed(raw: bytes) -> Any:
         return None
 
 
-def _mapping(row: Any) -> Mapping[str, Any]:
+def _mapping(row: Any, escapes: bool = True) -> Mapping[str, Any]:
+    """The row; UserError when it is no mapping, or `escapes` in it may be and are no characters."""
+    if escapes and (bad := broken_character(_all_text(row))) is not None:
+        raise UserError(f"not UTF-8 text: the row has {bad}")
     if not isinstance(row, Mapping):
         kind = "null" if row is None else type(row).__name__
         raise UserError(f"the row is {kind}, it must be a JSON object")
     return row
 
 
-def _check_characters(text: str) -> None:
+def _all_text(value: Any) -> str:
+    """All strings in a value, one behind the other."""
+    if isinstance(value, Mapping):
+        return "".join(_all_text(entry) for pair in value.items() for entry in pair)
+    if isinstance(value, list):
+        return "".join(map(_all_text, value))
+    return value if isinstance(value, str) else ""
+
+
+def broken_character(text: str) -> str | None:
+    """What in a text is no character: a byte that was not UTF-8, or half of a pair; None where all are."""
+    if text.isascii():
+        return "NUL bytes" if "\0" in text else None
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        what = (
-            f"byte 0x{code - 0xDC00:02X}"
-            if 0xDC80 <= code <= 0xDCFF
-            else f"half a character, U+{code:04X}"
-        )
-        raise UserError(f"not UTF-8 text: the row has {what}") from error
-
-
-def _unpacked(path: Path) -> Path:
-    """The file itself, or an unpacked copy of a compressed one."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    module = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
-    if module is None:
-        return path
-    from importlib import import_module
-    from shutil import copyfileobj
-    from tempfile import NamedTemporaryFile
-
-    import datasets
-
-    about = path.stat()
-    name = f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "unpacked"
-    target = folder / hashlib.sha256(name.encode()).hexdigest()
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, delete=False) as copy:
-            try:
-                with import_module(module).open(path, "rb") as packed:
-                    copyfileobj(packed, copy, _BLOCK)
-            except Exception as error:  # of three libraries, for a damaged file
-                Path(copy.name).unlink()
-                raise UserError(f"cannot unpack {path}: {error}") from error
-        Path(copy.name).replace(target)
-    return target
+        broken = 0xDC80 <= code <= 0xDCFF  # how `surrogateescape` keeps a byte
+        return f"byte 0x{code - 0xDC00:02X}" if broken else f"half a character, U+{code:04X}"
+    return "NUL bytes" if "\0" in text else None

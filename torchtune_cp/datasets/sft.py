@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.record_files import broken_character
 from torchtune_cp.datasets.source import Rows
 from torchtune_cp.errors import UserError
 
@@ -478,6 +479,8 @@ def require_text(row: Mapping[str, Any], column: str, key: str) -> str:
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         raise UserError(f"column {column!r} is {kind}, it must be a string")
+    if (bad := broken_character(value)) is not None:
+        raise UserError(f"column {column!r} is not UTF-8 text: it has {bad}")
     return value
 
 

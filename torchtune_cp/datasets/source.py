@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtune_cp.datasets.local_paths import PLAIN_NAME, linked, local_path
 from torchtune_cp.datasets.record_files import (
     FORMATS,
     RecordFile,
@@ -21,7 +20,6 @@ from torchtune_cp.datasets.record_files import (
 from torchtune_cp.errors import UserError
 
 LOCAL_SOURCES = (*FORMATS, "parquet")
-_PLAIN_NAME = re.compile(r"[\w./ -]+", re.ASCII)
 
 
 class Rows(Protocol):
@@ -153,31 +151,15 @@ def _names_for_library(files: Any) -> Any:
         return {name: _names_for_library(part) for name, part in files.items()}
     names: list[str] = []
     for name in _flatten(files):
-        path = Path(name).expanduser()
+        path = local_path(name)
         if "://" in name or not path.is_file():
             _local_files(name)  # refuses what does not exist
             names.append(name)
-        elif _PLAIN_NAME.fullmatch(name):
+        elif PLAIN_NAME.fullmatch(name):
             names.append(name)
         else:
-            names.append(str(_linked(path)))
+            names.append(str(linked(path)))
     return names
-
-
-def _linked(path: Path) -> Path:
-    """A link to a file under a plain name, another one when the file changes."""
-    import datasets
-
-    about = path.stat()
-    key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns}"
-    link = (
-        Path(datasets.config.HF_DATASETS_CACHE) / "named" / hashlib.sha256(key.encode()).hexdigest()
-    )
-    link = link.with_suffix("".join(s for s in path.suffixes[-2:] if _PLAIN_NAME.fullmatch(s)))
-    link.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        link.symlink_to(path.resolve())
-    return link
 
 
 def describe_source(source: str, kwargs: Mapping[str, Any]) -> str:
@@ -213,7 +195,7 @@ def _local_files(files: Any) -> list[Path] | None:
     """
     found: list[Path] = []
     for name in _flatten(files):
-        path = Path(name).expanduser()
+        path = local_path(name)
         if path.is_file():
             found.append(path)
         elif "://" in name:
