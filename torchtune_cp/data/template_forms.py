@@ -72,6 +72,8 @@ def _forms(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
     changes: list[list[Callable[[Turn], Turn] | None]] = []
     if any(isinstance(turn.get("content"), list) for turn in turns):
         changes.append([None, _joined])
+    if any("content" not in turn for turn in turns):
+        changes.append([None, lambda turn: {"content": "", **turn}])
     arguments = [call["arguments"] for turn in turns for call in functions(turn)]
     if any(isinstance(a, Mapping) for a in arguments):
         changes.append([None, lambda turn: _with_arguments(turn, _as_text)])
