@@ -139,9 +139,13 @@ def _compile(template: str, marks_generation: bool) -> jinja2.Template:
     try:
         return _environment(marks_generation).from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
-        ) from error
+        raise _not_jinja2(error) from error
+
+
+def _not_jinja2(error: jinja2.TemplateSyntaxError) -> UserError:
+    return UserError(
+        f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
+    )
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,13 @@ def template_names(template: str) -> TemplateNames:
     Raises:
         UserError: It is not valid jinja2.
     """
-    _compile(template, False)  # for the error
     environment = _environment(marks_generation=True)
-    source = environment.parse(template)
+    try:
+        source = environment.parse(template)  # runs and computes nothing of it
+    except jinja2.TemplateSyntaxError as error:
+        raise _not_jinja2(error) from error
+    except RecursionError as error:
+        raise UserError("the chat template is nested too deeply") from error
     data = "".join(node.data for node in source.find_all(nodes.TemplateData))
     return TemplateNames(
         variables=frozenset(n.name for n in source.find_all(nodes.Name) if n.ctx == "load"),

@@ -157,8 +157,8 @@ class RecordFile:
             text = raw.removeprefix(_BOM).decode("utf-8") if self._kind == "json" else raw.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"line {self._line(index)} is not UTF-8 text (byte 0x{raw[error.start]:02X}, the "
-                f"{error.start + 1}th of the line)"
+                f"line {self._line(index)} is not UTF-8 text (0x{raw[error.start]:02X} at byte "
+                f"{error.start + 1} of the line)"
             ) from error
         if "\0" in text:
             raise UserError(f"line {self._line(index)} has NUL bytes, which no text has")

@@ -134,7 +134,7 @@ GOOD = [line(text) for text in "abcdef"]
         (
             "json",
             b'{"text": "caf\xe9"}',
-            r"line 4 is not UTF-8 text \(byte 0xE9, the 14th of the line",
+            r"line 4 is not UTF-8 text \(0xE9 at byte 14 of the line",
         ),
         ("json", b'{"text": "cut', "JSON parse error in line 4"),
         ("json", b'{"text": "a\x00"}', "line 4 has NUL bytes"),
