@@ -20,7 +20,6 @@ from torchtune_cp.data.messages import (
     MaskingStrategy,
     Message,
     mask_messages,
-    parse_conversation,
 )
 from torchtune_cp.data.mlm import MLMMasking, mlm_masking
 from torchtune_cp.data.mlm_collate import MaskedLMCollator
@@ -28,6 +27,7 @@ from torchtune_cp.data.place import ResumableLoader
 from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.token_budget import TokenBudgetDataset
 from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer
+from torchtune_cp.data.turns import parse_conversation
 
 #: What a config may name, by key; see `torchtune_cp.config.allow`.
 COMPONENTS = {

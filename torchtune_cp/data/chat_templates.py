@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -76,18 +77,26 @@ MISTRAL = (
 """Mistral 7B Instruct."""
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks the assistant's text; rendered as it is.
+#: Unicode noncharacters, which no text has: where `{% generation %}` begins and ends.
+GENERATION_MARKS = ("\ufdee", "\ufdef")
 
-    Templates made for transformers' assistant masks carry these tags. Masks are found in another way
-    here (`message_spans`), which needs no tags.
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks what the assistant says.
+
+    Templates made for transformers' assistant masks carry these tags. What is between them is rendered
+    as it is; asked for marks, with `GENERATION_MARKS` around it.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance attribute)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not self.environment.globals["marks_generation"]:
+            return body
+        opened, closed = (nodes.Output([nodes.TemplateData(mark)]) for mark in GENERATION_MARKS)
+        return [opened, *body, closed]
 
 
 def _raise_exception(message: str) -> None:
@@ -111,22 +120,72 @@ def _tojson(
     )
 
 
-@lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
+def _environment(marks_generation: bool = False) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
     )
+    environment.globals["marks_generation"] = marks_generation
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compile(template: str, marks_generation: bool) -> jinja2.Template:
     try:
-        return environment.from_string(template)
+        return _environment(marks_generation).from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
-        ) from error
+        raise _not_jinja2(error) from error
+
+
+def _not_jinja2(error: jinja2.TemplateSyntaxError) -> UserError:
+    return UserError(
+        f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
+    )
+
+
+@dataclass(frozen=True)
+class TemplateNames:
+    """What a template looks at, as far as its source tells.
+
+    Attributes:
+        variables: Names of variables, such as "tools".
+        inputs: Those of them that it does not set itself.
+        keys: Attributes and strings, which keys of messages are read by: more than these may be meant.
+        generation: Whether it marks what the assistant says with `{% generation %}`.
+    """
+
+    variables: frozenset[str]
+    inputs: frozenset[str]
+    keys: frozenset[str]
+    generation: bool
+
+
+@lru_cache(maxsize=32)
+def template_names(template: str) -> TemplateNames:
+    """Look through a template's source.
+
+    Raises:
+        UserError: It is not valid jinja2.
+    """
+    environment = _environment(marks_generation=True)
+    try:
+        source = environment.parse(template)  # runs and computes nothing of it
+    except jinja2.TemplateSyntaxError as error:
+        raise _not_jinja2(error) from error
+    except RecursionError as error:
+        raise UserError("the chat template is nested too deeply") from error
+    data = "".join(node.data for node in source.find_all(nodes.TemplateData))
+    return TemplateNames(
+        variables=frozenset(n.name for n in source.find_all(nodes.Name) if n.ctx == "load"),
+        inputs=frozenset(meta.find_undeclared_variables(source) - set(environment.globals)),
+        keys=frozenset(n.attr for n in source.find_all(nodes.Getattr))
+        | {n.value for n in source.find_all(nodes.Const) if isinstance(n.value, str)},
+        generation=GENERATION_MARKS[0] in data,
+    )
 
 
 class TemplateRefusal(UserError):
@@ -135,31 +194,31 @@ class TemplateRefusal(UserError):
 
 def render_chat(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
+    marks_generation: bool = False,
 ) -> str:
     """Render a conversation as text, special tokens written out.
 
     Args:
         template: The jinja2 source, as found in a Hugging Face tokenizer folder.
-        messages: `{"role", "content"}` each, in order.
+        messages: `{"role", "content"}` each, in order, and what else templates read: "tool_calls", ...
         add_generation_prompt: Ask the template to end with the assistant's header.
-        variables: Further names that templates read, such as `bos_token`.
+        variables: Further names that templates read, such as `bos_token` and `tools`.
+        marks_generation: Put `GENERATION_MARKS` around what the template says the assistant says.
 
     Raises:
         UserError: When the template is not valid jinja2.
         TemplateRefusal: When the template does not accept this conversation; carries its message.
     """
-    compiled = _compile(template)
+    compiled = _compile(template, marks_generation)
     try:
         return compiled.render(
+            {"tools": None, "documents": None, **(variables or {})},
             messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
             add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
         )
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
         roles = ", ".join(message["role"] for message in messages)

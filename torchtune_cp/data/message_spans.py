@@ -1,32 +1,45 @@
-"""Where each message of a conversation stands in the text that a chat template makes of it.
+"""Where each turn of a conversation stands in the text that a chat template makes of it.
 
 Templates are programs: they add headers, trim contents, move the system prompt, drop the reasoning of
 earlier turns. The spans are found by asking the template itself:
 
-1. The conversation is rendered once more with a mark in place of each content. If putting the
-   contents back in place of the marks gives the real text, the marks tell exactly where each content
-   stands. This holds for any template that treats contents as opaque text.
-2. Otherwise the text before an assistant turn is rendered with the generation prompt, which ends
+1. The conversation is rendered once more with a mark in place of one content. Where the text before the
+   mark and the text behind it are the beginning and the end of the real text, what lies between them is
+   the content, whatever the template does to it.
+2. A turn with reasoning or tool calls begins where its header ends, which is what the template adds for
+   `add_generation_prompt`; it ends behind the last of what it says, found as in 1.
+3. Otherwise the text before an assistant turn is rendered with the generation prompt, which ends
    where the turn begins.
 
 What follows a content (its end-of-turn token) is bounded by rendering the conversation up to and
 including the message, when that is a beginning of the whole text.
+
+Whether a span holds what the turn says is for the caller to check (`missing_of`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
 
-from torchtune_cp.data.chat_templates import TemplateRefusal
+from torchtune_cp.data.chat_templates import GENERATION_MARKS, TemplateRefusal
+from torchtune_cp.data.template_forms import (
+    CLOSE,
+    OPEN,
+    THINK_END,
+    Render,
+    Turn,
+    after_reasoning,
+    appears,
+    functions,
+    with_mark,
+)
+from torchtune_cp.errors import UserError
 
-# Private-use characters: no template or text uses them, and trimming leaves them alone.
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
-
-Render = Callable[[Sequence[Mapping[str, str]], bool], str]
-"""(messages, add_generation_prompt) -> text."""
+_MARK = OPEN + CLOSE
 
 
 @dataclass(frozen=True)
@@ -47,118 +60,284 @@ class MessageSpan:
     bounded: bool
 
 
-def find_message_spans(
-    render: Render, messages: Sequence[Mapping[str, str]]
-) -> tuple[str, list[MessageSpan | None]]:
-    """Render a conversation and find its messages in the text.
+def find_span(render: Render, turns: Sequence[Turn], text: str, index: int) -> MessageSpan | None:
+    """Find one turn in the text.
 
     Args:
         render: The chat template.
-        messages: `{"role", "content"}` each.
+        turns: The conversation, in the form that the template takes (`fit`).
+        text: What it makes of them.
+        index: Which turn.
 
     Returns:
-        The text, and a span for each message; None for a message that is not in the text, or whose
-        place cannot be told.
+        Its span; None when its place cannot be told.
+    """
+    turn = turns[index]
+    content = turn.get("content")
+    parts = content if isinstance(content, list) else []
+    rich = (
+        bool(turn.get("tool_calls"))
+        or bool(str(turn.get("reasoning_content") or "").strip())
+        or any(part["type"] == "thinking" for part in parts)
+    )
+    found = _rich(render, turns, text, index) if rich else _plain(render, turns, text, index)
+    if found is None:
+        return None
+    start, content_end = found
+    if index + 1 == len(turns):
+        return MessageSpan(start, content_end, len(text), True)
+    whole = _try_render(render, turns[: index + 1], False)
+    bounded = whole is not None and text.startswith(whole) and len(whole) >= content_end
+    end = len(whole) if bounded and whole is not None else len(text)
+    return MessageSpan(start, content_end, end, bounded)
+
+
+def missing_of(turn: Turn, trained: str) -> str | None:
+    """What of a turn a trained text lacks; None when it has all of it.
+
+    Reasoning may be left out (templates drop that of earlier turns); contents may be trimmed.
+    """
+    content = turn.get("content")
+    if isinstance(content, str):
+        answer = after_reasoning(content).strip()  # the whole content, where it has no reasoning
+        if content.strip() not in trained and (THINK_END not in content or answer not in trained):
+            return "its text"
+    for part in content if isinstance(content, list) else ():
+        if part["type"] == "text" and part["text"].strip() not in trained:
+            return "its text"
+    for call in functions(turn):
+        if call["name"] not in trained:
+            return f"the call of {call['name']!r}"
+        arguments = call["arguments"]
+        leaves = [arguments] if isinstance(arguments, str) else _leaves(arguments)
+        if not all(appears(leaf, trained) for leaf in leaves):
+            return f"arguments of {call['name']!r}"
+    return None
+
+
+def assistant_blocks(
+    marked: Render, render: Render, turns: Sequence[Turn], text: str
+) -> dict[int, list[MessageSpan]]:
+    """What the template itself says that the assistant says (`{% generation %}`).
+
+    Args:
+        marked: The chat template, with `GENERATION_MARKS` in what it renders.
+        render: The chat template.
+        turns: The conversation, in the form that the template takes.
+        text: What it makes of them.
+
+    Returns:
+        The blocks of each assistant turn, none for one that the template does not mark.
 
     Raises:
-        TemplateRefusal: When the template does not accept the conversation.
+        UserError: A block that belongs to none of these turns.
     """
-    text = render(messages, False)
-    spans = _spans_by_marks(render, messages, text)
-    if spans is None:
-        spans = _spans_by_prefixes(render, messages, text)
-    return text, spans
+    unmarked, blocks = _generation_blocks(marked(turns, False))
+    if unmarked != text:
+        raise UserError(
+            "the chat template renders otherwise where it marks what the assistant says"
+        )
+    found: dict[int, list[MessageSpan]] = {
+        index: [] for index, turn in enumerate(turns) if turn["role"] == "assistant"
+    }
+    owners = list(found)
+    if len(blocks) != len(owners):
+        places = {index: find_span(render, turns, text, index) for index in owners}
+        owners = [
+            next((i for i, p in places.items() if p and p.start < end and p.end > start), -1)
+            for start, end in blocks
+        ]
+    for owner, (start, end) in zip(owners, blocks, strict=True):
+        if start == end:
+            continue
+        if owner < 0:
+            raise UserError(
+                f"the chat template marks {text[start:end][:40]!r} as the assistant's, which is in none "
+                "of the assistant's turns"
+            )
+        found[owner].append(MessageSpan(start, end, end, bounded=True))
+    return found
 
 
-def _try_render(
-    render: Render, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
-) -> str | None:
+def _generation_blocks(marked_text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without `GENERATION_MARKS`, and from where to where the assistant speaks in it."""
+    opened, closed = GENERATION_MARKS
+    blocks: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length = begin = 0
+    for piece in marked_text.replace(closed, opened + closed).split(opened):
+        if piece.startswith(closed):
+            blocks.append((begin, length))
+        begin = length
+        pieces.append(piece.removeprefix(closed))
+        length += len(pieces[-1])
+    return "".join(pieces), blocks
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def _leaves(value: Any) -> list[str]:
+    """All texts and numbers in a tool call's arguments, as they may be written."""
+    if isinstance(value, Mapping):
+        return [leaf for entry in value.values() for leaf in _leaves(entry)]
+    if isinstance(value, list | tuple):
+        return [leaf for entry in value for leaf in _leaves(entry)]
+    return [value] if isinstance(value, str) else [json.dumps(value)] if _is_number(value) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _try_render(render: Render, turns: Sequence[Turn], add_generation_prompt: bool) -> str | None:
     """The text of a part of a conversation; None when the template refuses it on its own."""
     try:
-        return render(messages, add_generation_prompt)
+        return render(turns, add_generation_prompt)
     except TemplateRefusal:
         return None
 
 
-def _spans_by_marks(
-    render: Render, messages: Sequence[Mapping[str, str]], text: str
-) -> list[MessageSpan | None] | None:
-    if any(_OPEN in message["content"] for message in messages):
-        return None
-    # An empty content stays empty: templates may test for it.
-    marked = [
-        {**message, "content": f"{_OPEN}{i}{_CLOSE}" if message["content"] else ""}
-        for i, message in enumerate(messages)
-    ]
-    marked_text = _try_render(render, marked, False)
-    if marked_text is None:
-        return None
-    marks = list(_MARK.finditer(marked_text))
-    order = [int(mark.group(1)) for mark in marks]
-    if len(set(order)) != len(order):
-        return None
+def _changed(render: Render, turns: Sequence[Turn], index: int, change: Turn) -> str | None:
+    """The text with one turn changed; None when the change is refused, or does not show."""
+    turn = {**turns[index], **change}
+    rendered = _try_render(render, [*turns[:index], turn, *turns[index + 1 :]], False)
+    return rendered if rendered is not None and _MARK in rendered else None
 
-    # Walk both texts side by side: what lies between marks must be the same in both.
-    contents: dict[int, tuple[int, int]] = {}
-    cursor = 0
-    between = marked_text[: marks[0].start()] if marks else marked_text
-    if not text.startswith(between):
+
+def _isolated(
+    render: Render, turns: Sequence[Turn], text: str, index: int, change: Turn
+) -> tuple[int, int] | None:
+    """From where to where in the text stands that in whose place `change` has a mark."""
+    marked = _changed(render, turns, index, change)
+    if marked is None or marked.count(_MARK) != 1:
         return None
-    cursor = len(between)
-    for place, mark in enumerate(marks):
-        after = marks[place + 1].start() if place + 1 < len(marks) else len(marked_text)
-        between = marked_text[mark.end() : after]
-        last = place + 1 == len(marks)
-        content = messages[order[place]]["content"]
-        for variant in (content, content.strip(), content.lstrip(), content.rstrip()):
-            end = cursor + len(variant)
-            if not text.startswith(variant + between, cursor):
-                continue
-            if last and end + len(between) != len(text):
-                continue
-            contents[order[place]] = (cursor, end)
-            cursor = end + len(between)
-            break
-        else:
+    before, behind = marked.split(_MARK)
+    if not (text.startswith(before) and text.endswith(behind)):
+        return None
+    start, end = len(before), len(text) - len(behind)
+    return (start, end) if start <= end else None
+
+
+def _plain(render: Render, turns: Sequence[Turn], text: str, index: int) -> tuple[int, int] | None:
+    """A turn that has nothing but a content."""
+    content = turns[index].get("content") or ""
+    if not isinstance(content, str):
+        first, last = (
+            _isolated(render, turns, text, index, {"content": with_mark(content, _MARK, part)})
+            for part in (0, -1)
+        )
+        return (first[0], last[1]) if first and last else None
+    found = _isolated(render, turns, text, index, {"content": _MARK})
+    if found and missing_of(turns[index], text[slice(*found)]) is None:
+        return found
+    if turns[index]["role"] != "assistant":
+        return None
+    if THINK_END in content:
+        answer = _isolated(render, turns, text, index, {"content": with_mark(content, _MARK)})
+        start = _header_end(render, turns, text, index, answer[0]) if answer else None
+        return (start, answer[1]) if answer and start is not None else None
+    if (start := _prompt_end(render, turns, text, index)) is None:
+        return None
+    said = content.strip()
+    return start, start + (len(said) if text.startswith(said, start) else 0)
+
+
+def _rich(render: Render, turns: Sequence[Turn], text: str, index: int) -> tuple[int, int] | None:
+    """A turn with reasoning or tool calls: from its header's end to the last of what it says."""
+    turn = turns[index]
+    content = turn.get("content")
+    starts: list[int] = []
+    ends: list[int] = []
+    found: list[tuple[int, int] | None] = []
+    if turn.get("reasoning_content"):
+        marks = {"reasoning_content": _MARK, "thinking": _MARK}
+        reasoning = _isolated(render, turns, text, index, marks)
+        # Templates drop the reasoning of earlier turns.
+        dropped = reasoning is None and _changed(render, turns, index, marks) is None
+        if dropped and isinstance(content, str) and not turn.get("tool_calls"):
+            return _plain(render, turns, text, index)
+        found = [reasoning] if reasoning else []
+    if isinstance(content, str) and content.strip():
+        found.append(_isolated(render, turns, text, index, {"content": with_mark(content, _MARK)}))
+    elif isinstance(content, list):
+        for key in ("thinking", "text"):
+            which = [i for i, part in enumerate(content) if part["type"] == key]
+            for i in {which[0], which[-1]} if which else ():
+                marked = [{**p, key: _MARK} if j == i else p for j, p in enumerate(content)]
+                found.append(_isolated(render, turns, text, index, {"content": marked}))
+    for place in found:
+        if place is None:
             return None
+        starts.append(place[0])
+        ends.append(place[1])
+    if turn.get("tool_calls"):
+        calls = list(turn["tool_calls"])
+        first = _changed(
+            render, turns, index, {"tool_calls": [_with_marked_name(calls[0]), *calls[1:]]}
+        )
+        last = _changed(
+            render, turns, index, {"tool_calls": [*calls[:-1], _with_marked_end(calls[-1])]}
+        )
+        if first is None or last is None:
+            return None
+        starts.append(_shared(text, first))
+        ends.append(len(text) - _shared(text[::-1], last[::-1]))
+    if not starts:
+        return None
+    start = _header_end(render, turns, text, index, min(starts))
+    return None if start is None else (start, max(ends))
 
-    spans: list[MessageSpan | None] = [None] * len(messages)
-    for place, mark in enumerate(marks):
-        index = order[place]
-        start, content_end = contents[index]
-        last = place + 1 == len(marks)
-        gap = (len(marked_text) if last else marks[place + 1].start()) - mark.end()
-        bounded = last
-        if not last:
-            prefix = _try_render(render, marked[: index + 1], False)
-            if prefix is not None and marked_text.startswith(prefix) and len(prefix) >= mark.end():
-                gap = min(gap, len(prefix) - mark.end())
-                bounded = True
-        spans[index] = MessageSpan(start, content_end, content_end + gap, bounded)
-    return spans
+
+def _with_marked_name(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_marked_name(call["function"])}
+    return {**call, "name": _MARK + call["name"]}
 
 
-def _spans_by_prefixes(
-    render: Render, messages: Sequence[Mapping[str, str]], text: str
-) -> list[MessageSpan | None]:
-    spans: list[MessageSpan | None] = []
-    cursor = 0  # everything before it belongs to earlier messages
-    for i, message in enumerate(messages):
-        content = message["content"].strip()
-        whole = _try_render(render, messages[: i + 1], False)
-        bounded = whole is not None and text.startswith(whole) and len(whole) >= cursor
-        end = len(whole) if bounded and whole is not None else len(text)
-        start = content_end = -1
-        if message["role"] == "assistant":
-            before = _try_render(render, messages[:i], True)
-            if before is not None and text.startswith(before) and len(before) >= cursor:
-                start = content_end = len(before)
-                if text.startswith(content, start):
-                    content_end = start + len(content)
-        elif bounded and content:
-            # The last occurrence: a header before it may hold the same word.
-            start = text.rfind(content, cursor, end)
-            content_end = start + len(content)
-        spans.append(MessageSpan(start, content_end, end, bounded) if start >= 0 else None)
-        cursor = end if bounded else max(cursor, content_end)
-    return spans
+def _with_marked_end(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call whose last argument is a mark: from there on the text is that of the real call."""
+    if "function" in call:
+        return {**call, "function": _with_marked_end(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        return {**call, "arguments": arguments + _MARK}
+    if not arguments:
+        return {**call, "arguments": {_MARK: _MARK}}
+    return {**call, "arguments": {**arguments, list(arguments)[-1]: _MARK}}
+
+
+def _prompts(render: Render, turns: Sequence[Turn], index: int) -> tuple[str, str] | None:
+    """The text before a turn with the generation prompt, and that prompt; None where there is none."""
+    with_prompt = _try_render(render, turns[:index], True)
+    without = _try_render(render, turns[:index], False)
+    if with_prompt is None or without is None or with_prompt == without:
+        return None
+    return with_prompt, with_prompt[_shared(with_prompt, without) :]
+
+
+def _prompt_end(render: Render, turns: Sequence[Turn], text: str, index: int) -> int | None:
+    prompts = _prompts(render, turns, index)
+    return len(prompts[0]) if prompts and text.startswith(prompts[0]) else None
+
+
+def _header_end(
+    render: Render, turns: Sequence[Turn], text: str, index: int, before: int
+) -> int | None:
+    """Where a turn's header ends that stands before a place in the text."""
+    prompts = _prompts(render, turns, index)
+    if prompts is None:
+        return None
+    if text.startswith(prompts[0]) and len(prompts[0]) <= before:
+        return len(prompts[0])
+    # Earlier turns may read otherwise on their own; the header itself does not. It stands behind all
+    # that the turns before it say.
+    others = (
+        _isolated(render, turns, text, i, {"content": with_mark(turns[i].get("content"), _MARK)})
+        for i in range(index - 1, -1, -1)
+    )
+    earlier = next((place[1] for place in others if place), 0)
+    place = text.rfind(prompts[1], earlier, before)
+    return place + len(prompts[1]) if place >= 0 else None

@@ -1,27 +1,16 @@
-"""Chat messages: one neutral form, the two conversation styles read from data sets, and which to train on."""
+"""Chat messages: one neutral form, and which of them to train on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from torchtune_cp.errors import UserError
 
-CONVERSATION_STYLES = ("openai", "sharegpt")
-
-# ShareGPT data found in the wild names the same speakers differently.
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+Content = str | Sequence[Mapping[str, Any]] | None
+"""A turn's text, or its parts (`{"type": "text" | "thinking", ...}`), or None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +19,40 @@ class Message:
 
     Attributes:
         role: Who speaks, as the chat template knows it: "system", "user", "assistant", "tool", ...
-        content: The text, without any header or end-of-turn token.
+        content: The text, without any header or end-of-turn token; or parts; None for a turn that has
+            only what `extra` says (tool calls).
         masked: True when the turn is context only and is not trained on.
+        extra: All other keys that the template may read: "tool_calls", "reasoning_content", "name", ...
+        train: What the data say about this turn, before any masking strategy; None = nothing.
     """
 
     role: str
-    content: str
+    content: Content
     masked: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    train: bool | None = None
+
+    def text(self) -> str:
+        """The content's texts, one behind the other, without reasoning."""
+        return text_of(self.content)
+
+    def is_blank(self) -> bool:
+        """Whether there is nothing to say: neither text nor reasoning nor a tool call."""
+        reasoning = any(str(self.extra.get(key) or "").strip() for key in REASONING_KEYS)
+        parts = self.content if isinstance(self.content, Sequence) else ()
+        thinking = any(isinstance(p, Mapping) and p.get("thinking") for p in parts)
+        return not (self.text().strip() or reasoning or thinking or self.extra.get("tool_calls"))
+
+
+#: The names under which data give a turn's reasoning; the first is the one that templates read.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+def text_of(content: Content) -> str:
+    """The texts of a content, one behind the other, without its reasoning."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 class MaskingStrategy(str, Enum):
@@ -85,7 +101,8 @@ def mask_messages(messages: Sequence[Message], strategy: MaskingStrategy | str) 
     """Mark the turns that are trained on.
 
     Args:
-        messages: The conversation in order.
+        messages: The conversation in order. What the data say about a turn (`Message.train`) comes
+            first; turns that are masked already stay so unless all are trained on.
         strategy: "train_on_all" leaves every turn but system turns unmasked; "train_on_assistant"
             only the assistant's; "train_on_last" only the assistant's last turn.
 
@@ -95,82 +112,20 @@ def mask_messages(messages: Sequence[Message], strategy: MaskingStrategy | str) 
     strategy = MaskingStrategy(strategy)
     assistant_turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     if strategy is MaskingStrategy.TRAIN_ON_ALL:
-        trained = {i for i, message in enumerate(messages) if message.role != "system"}
+        trained = {i for i, m in enumerate(messages) if m.role not in ("system", "developer")}
     elif strategy is MaskingStrategy.TRAIN_ON_ASSISTANT:
         trained = set(assistant_turns)
     else:
         trained = set(assistant_turns[-1:])
-    return [replace(message, masked=i not in trained) for i, message in enumerate(messages)]
+    return [
+        replace(message, masked=i not in trained if message.train is None else not message.train)
+        for i, message in enumerate(messages)
+    ]
 
 
 def with_system_prompt(messages: Sequence[Message], new_system_prompt: str | None) -> list[Message]:
     """Put a system turn first, in place of any the data has; None leaves the messages as they are."""
     if new_system_prompt is None:
         return list(messages)
-    others = [message for message in messages if message.role != "system"]
+    others = [message for message in messages if message.role not in ("system", "developer")]
     return [Message("system", new_system_prompt, masked=True), *others]
-
-
-def parse_conversation(turns: Any, style: str) -> list[Message]:
-    """Read one conversation of a data set.
-
-    Args:
-        turns: The list found in the conversation column. "openai": `{"role", "content"}` each;
-            "sharegpt": `{"from", "value"}` each, with the speakers human / gpt / system / tool.
-        style: "openai" or "sharegpt".
-
-    Returns:
-        The messages, all unmasked; [] for an empty list.
-
-    Raises:
-        UserError: Naming the turn and the field that is missing, null or of a wrong type, without
-            the row (the caller knows it).
-    """
-    if style not in CONVERSATION_STYLES:
-        raise UserError(
-            f"conversation_style={style!r} is not known; allowed: {', '.join(CONVERSATION_STYLES)}"
-        )
-    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
-        raise UserError(f"must be a list of turns, not {_describe(turns)}")
-    role_key, content_key = ("role", "content") if style == "openai" else ("from", "value")
-    messages = []
-    for number, turn in enumerate(turns):
-        if not isinstance(turn, Mapping):
-            raise UserError(f"turn {number} must be a mapping, not {_describe(turn)}")
-        for key in (role_key, content_key):
-            if key not in turn:
-                raise UserError(
-                    f"turn {number} has no {key!r} (it has: {', '.join(map(str, turn))}); "
-                    f"conversation_style {style!r} needs {role_key!r} and {content_key!r}"
-                )
-        role = turn[role_key]
-        if not isinstance(role, str):
-            raise UserError(f"turn {number}: {role_key!r} must be a string, not {_describe(role)}")
-        if style == "sharegpt":
-            if role not in _SHAREGPT_ROLES:
-                raise UserError(
-                    f"turn {number}: {role_key!r} is {role!r}; allowed: {', '.join(_SHAREGPT_ROLES)}"
-                )
-            role = _SHAREGPT_ROLES[role]
-        if turn.get("tool_calls"):
-            raise UserError(f"turn {number} has tool_calls, which cannot be trained on (text only)")
-        messages.append(Message(role, _text_of(turn[content_key], number, content_key)))
-    return messages
-
-
-def _text_of(content: Any, number: int, key: str) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and not isinstance(content, bytes):
-        parts = []
-        for part in content:
-            text = part.get("text") if isinstance(part, Mapping) else None
-            if not isinstance(text, str) or part.get("type", "text") != "text":
-                raise UserError(f"turn {number}: {key!r} has a part that is not text")
-            parts.append(text)
-        return "".join(parts)
-    raise UserError(f"turn {number}: {key!r} must be a string, not {_describe(content)}")
-
-
-def _describe(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

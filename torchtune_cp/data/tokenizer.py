@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from tokenizers import Tokenizer
 from tokenizers import __version__ as tokenizers_version
 from tokenizers.processors import ByteLevel
 
-from torchtune_cp.data.chat_templates import render_chat
-from torchtune_cp.data.message_spans import MessageSpan, find_message_spans
+from torchtune_cp.data.chat_templates import render_chat, template_names
+from torchtune_cp.data.message_spans import (
+    MessageSpan,
+    assistant_blocks,
+    find_span,
+    missing_of,
+)
 from torchtune_cp.data.messages import Message
+from torchtune_cp.data.template_forms import Render, as_turn, check_tools, fit
 from torchtune_cp.data.tokenizer_files import (
     SPECIAL_NAMES,
     TEMPLATE_FILE,
@@ -28,6 +35,7 @@ from torchtune_cp.data.tokenizer_files import (
     read_config,
     read_json,
     read_text,
+    stop_ids_from_model_configs,
     token_text,
     tokenizer_folder,
 )
@@ -43,6 +51,7 @@ class HFTokenizer:
         pad_id: Id for padding. Checkpoints often have none; then eos, then 0 (its choice changes
             nothing: padding is never a label, and no token attends to what follows it).
         adds_bos: Whether the checkpoint's own tokenizer begins a text with `bos_id`.
+        stop_ids: Ids that end what the model says: `eos_id`, and all that the model configs name.
         vocab_size: Largest token id + 1.
         max_seq_len: The length that datasets cut samples to, or None. Encoding itself never cuts.
         chat_template: The jinja2 template, or None.
@@ -54,6 +63,7 @@ class HFTokenizer:
         *,
         config: Mapping[str, Any],
         chat_template: str | None,
+        stop_ids: Sequence[int] = (),
         max_seq_len: int | None = None,
         source_files: Sequence[Path] = (),
         generated_files: Mapping[str, str] | None = None,
@@ -65,6 +75,7 @@ class HFTokenizer:
             tokenizer: Taken over and changed: its post-processor, truncation and padding are removed.
             config: The contents of tokenizer_config.json.
             chat_template: The template to use.
+            stop_ids: See the class; `eos_id` is one anyway.
             max_seq_len: See the class.
             source_files: Files that `save` copies.
             generated_files: Files that `save` writes, by name (they win over copied ones).
@@ -86,6 +97,8 @@ class HFTokenizer:
         }
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
+        eos = () if self.eos_id is None else (self.eos_id,)
+        self.stop_ids = tuple(sorted({*stop_ids, *eos}))
         pad_id = self._special_id("pad_token")
         if pad_id is None:
             pad_id = self.eos_id if self.eos_id is not None else 0
@@ -148,55 +161,94 @@ class HFTokenizer:
         return self.chat_template
 
     def render_messages(
-        self, messages: Sequence[Message | Mapping[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        *,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text that the chat template makes of a conversation.
+
+        Args:
+            messages: As for `tokenize_messages`.
+            add_generation_prompt: End with the assistant's header.
+            variables: What else the template reads: "tools", "documents", ...
 
         Raises:
             UserError: When there is no template, or it does not accept the conversation.
         """
-        return self._render([_as_dict(message) for message in messages], add_generation_prompt)
+        turns = [as_turn(_as_message(message)) for message in messages]
+        return self._renderer(variables)(turns, add_generation_prompt)
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        return render_chat(
-            self.require_chat_template(),
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            variables=self.special_tokens,
-        )
+    def _renderer(self, variables: Mapping[str, Any] | None, marked: bool = False) -> Render:
+        """The chat template as a function of messages."""
+        template = self.require_chat_template()
+
+        def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            return render_chat(
+                template,
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                variables={**self.special_tokens, **(variables or {})},
+                marks_generation=marked,
+            )
+
+        return render
 
     def tokenize_messages(
-        self, messages: Sequence[Message | Mapping[str, Any]], *, add_end_tokens: bool = True
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        add_end_tokens: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and which of them are context only.
 
-        The ids are those that transformers' `apply_chat_template(tokenize=True)` gives. Of a message
-        that is trained on (`masked` False), these tokens are: its content, and its end-of-turn token
-        (up to and including the first special token after the content; or all of the message's own
-        text after the content, when that has no special token). Headers, and everything else that
-        the template adds, are never trained on, nor are messages with a blank content. A token that
-        spans the border of header and content belongs to the content.
+        The ids are those that transformers' `apply_chat_template(tokenize=True)` gives. Where the
+        template marks what the assistant says (`{% generation %}`), the assistant's tokens that are
+        trained on are those of transformers' assistant mask. Otherwise, of a message that is trained
+        on (`masked` False), these tokens are: its content, with its reasoning and tool calls as the
+        template writes them, and its end-of-turn token (up to and including the first special token
+        after the content; or all of the message's own text after the content, when that has no
+        special token). Headers, and everything else that the template adds, are never trained on, nor
+        are messages that say nothing. A token that spans the border of header and content belongs to
+        the content.
 
         Args:
-            messages: `Message`s, or mappings with "role", "content" and optionally "masked".
+            messages: `Message`s, or mappings with "role", "content", optionally "masked", and what
+                else the template reads ("tool_calls", "reasoning_content", ...).
             add_end_tokens: False leaves out everything after the content of a last assistant turn,
                 so that generation can go on from there.
+            variables: What else the template reads: "tools", "documents", ...
 
         Returns:
             (ids, mask), equally long; mask[i] True = token i is not trained on.
 
         Raises:
-            UserError: When there is no template, when it does not accept the conversation, or when
-                it changes a message that is trained on so much that its tokens cannot be told.
+            UserError: When there is no template, when it does not accept the conversation or leaves
+                something of it out, or when it changes a message that is trained on so much that its
+                tokens cannot be told.
         """
-        dicts = [_as_dict(message) for message in messages]
-        masked = [_is_masked(message) for message in messages]
-        if not dicts:
+        given = [_as_message(message) for message in messages]
+        if not given:
             return [], []
-        text, spans = find_message_spans(self._render, dicts)
-        last = spans[-1]
-        if not add_end_tokens and dicts[-1]["role"] == "assistant":
-            if last is None or (last.content_end == last.start and dicts[-1]["content"].strip()):
+        render = self._renderer(variables)
+        names = template_names(self.require_chat_template())
+        turns, text = fit(render, [as_turn(message) for message in given], names)
+        check_tools((variables or {}).get("tools"), text)
+        trained = [i for i, m in enumerate(given) if not m.masked and not m.is_blank()]
+        spans: dict[int, list[MessageSpan]] = {}
+        if names.generation and add_end_tokens:
+            marked = self._renderer(variables, marked=True)
+            spans = assistant_blocks(marked, render, turns, text)
+        exact = set(spans)  # the template itself says what of these turns is trained on
+        for number in trained:
+            if number not in exact:
+                span = find_span(render, turns, text, number)
+                spans[number] = [span] if span else []
+        if not add_end_tokens and given[-1].role == "assistant":
+            last = find_span(render, turns, text, len(turns) - 1)
+            if last is None or (last.content_end == last.start and not given[-1].is_blank()):
                 raise UserError(
                     f"cannot leave out what follows the last turn: {self._name}'s chat template "
                     "rewrites it; give another template as tokenizer.chat_template"
@@ -207,16 +259,24 @@ class HFTokenizer:
         ids = encoding.ids
         offsets = encoding.offsets
         mask = [True] * len(ids)
-        for number, span in enumerate(spans):
-            if masked[number] or not dicts[number]["content"].strip():
-                continue
-            if span is None:
+        for number in trained:
+            if not spans[number] and number in exact:
+                continue  # the template trains on other turns only
+            runs = [
+                _overlapping(offsets, span.start, span.end)
+                if number in exact
+                else self._trained_tokens(ids, offsets, span, number)
+                for span in spans[number]
+            ]
+            said = "".join(text[offsets[r[0]][0] : offsets[r[-1]][1]] for r in runs if r)
+            missing = missing_of(turns[number], said) if runs else "it"
+            if missing:
                 raise UserError(
-                    f"cannot tell which tokens are turn {number} ({dicts[number]['role']}): "
-                    f"{self._name}'s chat template leaves it out or rewrites it; mask this turn, "
-                    "or give a template that keeps it as tokenizer.chat_template"
+                    f"cannot tell which tokens are turn {number} ({turns[number]['role']}): "
+                    f"{self._name}'s chat template leaves {missing} out or rewrites it; mask this "
+                    "turn, or give a template that keeps it as tokenizer.chat_template"
                 )
-            for place in self._trained_tokens(ids, offsets, span, number):
+            for place in chain.from_iterable(runs):
                 mask[place] = False
         return ids, mask
 
@@ -243,13 +303,11 @@ class HFTokenizer:
                 return content + suffix
         if span.bounded:
             return content + suffix
-        if not content:
-            raise UserError(
-                f"cannot tell where turn {number} ends: {self._name}'s chat template rewrites it and "
-                "puts no special token after it; mask this turn, or give another template as "
-                "tokenizer.chat_template"
-            )
-        return content
+        raise UserError(
+            f"cannot tell where turn {number} ends: {self._name}'s chat template rewrites it and "
+            "puts no special token after it; mask this turn, or give another template as "
+            "tokenizer.chat_template"
+        )
 
     def fingerprint(self) -> str:
         """A hash of all that token ids depend on: what the files say, not where they lie."""
@@ -330,6 +388,7 @@ def load_tokenizer(
         tokenizer,
         config={**config, **said},
         chat_template=template,
+        stop_ids=stop_ids_from_model_configs(folder),
         max_seq_len=max_seq_len,
         source_files=[folder / name for name in TOKENIZER_FILES if (folder / name).exists()],
         generated_files={
@@ -378,14 +437,22 @@ def _read_template(chat_template: str) -> str:
     return read_text(path)
 
 
-def _as_dict(message: Message | Mapping[str, Any]) -> dict[str, str]:
+def _as_message(message: Message | Mapping[str, Any]) -> Message:
     if isinstance(message, Message):
-        return {"role": message.role, "content": message.content}
-    return {"role": message["role"], "content": message["content"]}
+        return message
+    known = ("role", "content", "masked")
+    return Message(
+        message["role"],
+        message.get("content"),
+        bool(message.get("masked", False)),
+        extra={k: v for k, v in message.items() if v is not None and k not in known},
+    )
 
 
-def _is_masked(message: Message | Mapping[str, Any]) -> bool:
-    return message.masked if isinstance(message, Message) else bool(message.get("masked", False))
+def _overlapping(offsets: list[tuple[int, int]], start: int, end: int) -> list[int]:
+    """Places of the tokens with a character in `[start, end)`."""
+    places = range(_first_ending_after(offsets, start), len(offsets))
+    return list(takewhile(lambda place: offsets[place][0] < end, places))
 
 
 def _first_ending_after(offsets: list[tuple[int, int]], position: int) -> int:

@@ -209,6 +209,16 @@ def ids_from_model_configs(folder: Path) -> dict[str, int]:
     return ids
 
 
+def stop_ids_from_model_configs(folder: Path) -> list[int]:
+    """All ids that generation_config.json, else config.json, ends a text with."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            found = ids if isinstance(ids, list) else [ids]
+            return [i for i in found if type(i) is int and 0 <= i < 2**31]
+    return []
+
+
 def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates of a folder by name, the usual one as "default".
 

@@ -18,6 +18,7 @@ from torchtune_cp.datasets.sft import (
     require_text,
 )
 from torchtune_cp.datasets.source_arguments import check_source
+from torchtune_cp.errors import UserError
 
 # The prompts of the Stanford Alpaca project (github.com/tatsu-lab/stanford_alpaca), which models
 # trained on such data expect word for word.
@@ -37,10 +38,14 @@ class AlpacaColumns:
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         """Keep the names of the columns "instruction", "input" (may be missing) and "output"."""
+        self.columns = (*columns.values(), "history")
         self._columns = columns
 
     def __call__(self, row: Mapping[str, Any]) -> list[Message]:
-        """The row's two messages; the input column may be missing, null or blank."""
+        """The row's messages: those of its history, if it has one, and two.
+
+        The input column may be missing, null or blank.
+        """
         instruction = require_text(
             row, self._columns["instruction"], "dataset.column_map.instruction"
         )
@@ -53,7 +58,22 @@ class AlpacaColumns:
             given = require_text(row, column, "dataset.column_map.input")
         template = PROMPT_WITH_INPUT if given.strip() else PROMPT_WITHOUT_INPUT
         prompt = template.format(instruction=instruction, input=given)
-        return [Message("user", prompt), Message("assistant", answer)]
+        return [*_history(row), Message("user", prompt), Message("assistant", answer)]
+
+
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """Earlier prompts and answers, in the column "history" that some Alpaca-style data have."""
+    pairs = row.get("history") or []
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    ):
+        raise UserError("column 'history' must be a list of pairs [prompt, answer]")
+    return [
+        Message(role, text)
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 @checked_by(check_source)

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.data.chat_templates import TemplateNames, template_names
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX
 from torchtune_cp.data.messages import (
-    CONVERSATION_STYLES,
     MaskingStrategy,
     Message,
     mask_messages,
-    parse_conversation,
     resolve_masking_strategy,
     with_system_prompt,
 )
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.data.turns import CONVERSATION_STYLES, parse_conversation
+from torchtune_cp.datasets.conversation_row import row_variables, unread, with_row_system_prompt
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
+    NothingToTrain,
     SFTDataset,
     require_column,
 )
 from torchtune_cp.datasets.source_arguments import check_source
 from torchtune_cp.errors import UserError
 
-ToMessages = Callable[[Mapping[str, Any]], list[Message]]
-"""Makes a conversation of a row; raises EmptyRow, or UserError for a malformed row."""
+
+class ToMessages(Protocol):
+    """Makes a conversation of a row.
+
+    Attributes:
+        columns: The columns that it reads.
+    """
+
+    columns: tuple[str, ...]
+
+    def __call__(self, row: Mapping[str, Any]) -> list[Message]:
+        """The row's turns; raises EmptyRow, or UserError for a malformed row."""
 
 
 class MessagesReader:
-    """Reads a row as a conversation; labels are -100 on every token that is not trained on."""
+    """Reads a row as a conversation; labels are -100 on every token that is not trained on.
+
+    Attributes:
+        trains_on_part: See `RowReader`.
+        stop_ids: See `RowReader`.
+    """
+
+    trains_on_part = True
 
     def __init__(
         self,
@@ -50,24 +69,54 @@ class MessagesReader:
         """
         # Renders nothing, but raises the error about a missing template before any row is read.
         tokenizer.require_chat_template()
+        self.stop_ids = tokenizer.stop_ids
         self._tokenizer = tokenizer
         self._to_messages = to_messages
         self._strategy = strategy
         self._new_system_prompt = new_system_prompt
 
+    def _read(self, row: Mapping[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+        """The row's conversation, and what else the template reads of it."""
+        messages = self._to_messages(row)
+        if self._new_system_prompt is None:
+            messages = with_row_system_prompt(messages, row, self._to_messages.columns)
+        messages = with_system_prompt(messages, self._new_system_prompt)
+        return messages, row_variables(row, self._to_messages.columns, self._names())
+
+    def _names(self) -> TemplateNames:
+        return template_names(self._tokenizer.require_chat_template())
+
     def check(self, row: Mapping[str, Any]) -> None:
         """See `RowReader`."""
-        self._to_messages(row)
+        self._read(row)
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """See `RowReader`."""
-        messages = with_system_prompt(self._to_messages(row), self._new_system_prompt)
-        tokens, mask = self._tokenizer.tokenize_messages(mask_messages(messages, self._strategy))
+        read, variables = self._read(row)
+        messages = mask_messages(read, self._strategy)
+        tokens, mask = self._tokenizer.tokenize_messages(messages, variables=variables)
+        if all(mask):
+            raise NothingToTrain(_why_nothing(messages))
         labels = [
             CROSS_ENTROPY_IGNORE_IDX if masked else token
             for token, masked in zip(tokens, mask, strict=True)
         ]
         return tokens, labels
+
+    def unread(self, row: Mapping[str, Any]) -> frozenset[str]:
+        """See `RowReader`."""
+        messages, variables = self._read(row)
+        return unread(row, messages, self._to_messages.columns, variables, self._names())
+
+
+def _why_nothing(messages: list[Message]) -> str:
+    """Why no token of a conversation is trained on."""
+    if any(not message.masked for message in messages):
+        blank = all(message.is_blank() for message in messages if not message.masked)
+        return "blank answer" if blank else "not marked by the template"
+    if any(message.train is False for message in messages if message.role == "assistant"):
+        return "weight 0"
+    return "no assistant turn"
 
 
 class ConversationColumn:
@@ -75,19 +124,25 @@ class ConversationColumn:
 
     def __init__(self, column: str, style: str) -> None:
         """Keep the settings; see `chat_dataset`."""
+        self.columns: tuple[str, ...] = (column,)
         self._column = column
         self._style = style
 
     def __call__(self, row: Mapping[str, Any]) -> list[Message]:
         """The row's messages."""
         turns = require_column(row, self._column, "dataset.conversation_column")
-        try:
-            messages = parse_conversation(turns, self._style)
-        except UserError as error:
-            raise UserError(f"column {self._column!r}: {error}") from error
-        if not any(message.content.strip() for message in messages):
+        messages = conversation_of(turns, self._column, self._style)
+        if all(message.is_blank() for message in messages):
             raise EmptyRow
         return messages
+
+
+def conversation_of(turns: Any, column: str, style: str = "openai") -> list[Message]:
+    """The turns in a column; UserError naming it for malformed ones."""
+    try:
+        return parse_conversation(turns, style)
+    except UserError as error:
+        raise UserError(f"column {column!r}: {error}") from error
 
 
 @checked_by(check_source)
@@ -113,7 +168,8 @@ def chat_dataset(
     """Conversations of one or more turns, written out by the tokenizer's chat template.
 
     Of a turn that is trained on, its content and its end-of-turn token are; never its header. See
-    `HFTokenizer.tokenize_messages`.
+    `HFTokenizer.tokenize_messages`. The template is also given the row's `tools`, `documents` and other
+    columns that it reads; a column `system` (or `system_prompt`, `system_message`) becomes a system turn.
 
     Args:
         tokenizer: With a chat template.

@@ -6,10 +6,13 @@ import gzip
 import hashlib
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from torchtune_cp.datasets.local_paths import local_path
+from torchtune_cp.datasets.record_files import broken_character
 from torchtune_cp.errors import UserError
 
 
@@ -40,11 +43,15 @@ def read_fasta(path: str | Path, skip: int = 0) -> Iterator[tuple[str, str]]:
         UserError: The file is missing, unreadable, has text before its first ``>`` header, or fewer
             records than `skip`.
     """
-    file = Path(path).expanduser()
+    file = local_path(path)
     name: str | None = None
     parts: list[str] = []
     try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="ascii") as lines:
+        # Bytes that are no ASCII stay, as lone surrogates: who reads the record refuses it by its name.
+        # A header is a name only.
+        with (gzip.open if file.suffix == ".gz" else open)(
+            file, "rt", encoding="utf-8-sig", errors="surrogateescape"
+        ) as lines:
             for number, line in _from_record(skip, lines, file):
                 line = line.strip()
                 if line.startswith(">"):
@@ -55,7 +62,7 @@ def read_fasta(path: str | Path, skip: int = 0) -> Iterator[tuple[str, str]]:
                     raise UserError(f"{file}, line {number}: text before the first '>' header")
                 elif line:
                     parts.append(line)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"dataset.path: cannot read {file} as FASTA: {error}") from error
     if name is not None:
         yield name, clean_sequence("".join(parts))
@@ -93,7 +100,7 @@ class FastaRows:
         Raises:
             UserError: The file cannot be read as FASTA, or holds no record.
         """
-        self._file = Path(path).expanduser()
+        self._file = local_path(path)
         self._records: list[tuple[str, str]] | None = None
         self._starts = array("q")
         if self._file.suffix == ".gz":
@@ -108,7 +115,7 @@ class FastaRows:
         place = 0
         with self._file.open("rb") as lines:
             for line in lines:
-                if line.lstrip().startswith(b">"):
+                if line.removeprefix(BOM_UTF8).lstrip().startswith(b">"):
                     self._starts.append(place)
                 place += len(line)
         self._starts.append(place)
@@ -119,10 +126,11 @@ class FastaRows:
     def __iter__(self) -> Iterator[dict[str, str]]:
         """All rows in order, in one pass over the file."""
         records = read_fasta(self._file) if self._records is None else iter(self._records)
-        return ({"sequence": sequence} for _, sequence in records)
+        # `map` goes on behind a record that is refused, a generator would end.
+        return map(self._row, records)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        return {"sequence": self._record(index)[1]}
+        return self._row(self._record(index))
 
     def fingerprint(self) -> str:
         """A hash of the file's content."""
@@ -140,6 +148,11 @@ class FastaRows:
         """How messages name a record."""
         return f"protein {self.name_of(index)}"
 
+    def _row(self, record: tuple[str, str]) -> dict[str, str]:
+        if (bad := broken_character(record[1])) is not None:
+            raise UserError(f"cannot read {self._file} as FASTA: the sequence has {bad}")
+        return {"sequence": record[1]}
+
     def _record(self, index: int) -> tuple[str, str]:
         if self._records is not None:
             return self._records[index]
@@ -147,8 +160,9 @@ class FastaRows:
         try:
             with self._file.open("rb") as file:
                 file.seek(self._starts[index])
-                text = file.read(self._starts[index + 1] - self._starts[index]).decode("ascii")
-        except (OSError, UnicodeDecodeError) as error:
+                raw = file.read(self._starts[index + 1] - self._starts[index])
+        except OSError as error:
             raise UserError(f"dataset.path: cannot read {self._file} as FASTA: {error}") from error
-        header, _, sequence = text.strip().partition("\n")
+        text = raw.removeprefix(BOM_UTF8).decode("utf-8", "surrogateescape")
+        header, _, sequence = text.replace("\r", "\n").strip().partition("\n")
         return _name(header), clean_sequence(sequence)

@@ -1,38 +1,67 @@
-"""One prompt and one answer per row, from two columns."""
+"""A prompt and an answer per row, from two columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
 from torchtune_cp.data.tokenizer import HFTokenizer
-from torchtune_cp.datasets.chat import MessagesReader
+from torchtune_cp.datasets.chat import MessagesReader, conversation_of
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
     SFTDataset,
+    require_column,
     require_text,
 )
 from torchtune_cp.datasets.source_arguments import check_source
 from torchtune_cp.errors import UserError
 
+_COLUMNS = {"input": "input", "output": "output"}
+#: TRL's names, looked at in rows that have no "input".
+_TRL_COLUMNS = {"input": "prompt", "output": "completion"}
+
 
 class InputOutputColumns:
-    """Reads a user turn and an assistant turn from two columns."""
+    """Reads a prompt and an answer from two columns: each a text, or turns of a conversation."""
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        """Keep the names of the columns "input" and "output"."""
-        self._columns = columns
+    def __init__(self, columns: Mapping[str, str] | None, train_on_prompt: bool) -> None:
+        """Keep the settings.
+
+        Args:
+            columns: The columns "input" and "output"; None = these, or "prompt" and "completion".
+            train_on_prompt: Whether the assistant's turns in a prompt are trained on too.
+        """
+        self.columns = (
+            tuple(columns.values()) if columns else (*_COLUMNS.values(), *_TRL_COLUMNS.values())
+        )
+        self._columns = dict(columns) if columns else None
+        self._train_on_prompt = train_on_prompt
 
     def __call__(self, row: Mapping[str, Any]) -> list[Message]:
-        """The row's two messages; a row with a blank prompt or answer has nothing to learn from."""
-        prompt = require_text(row, self._columns["input"], "dataset.column_map.input")
-        answer = require_text(row, self._columns["output"], "dataset.column_map.output")
-        if not prompt.strip() or not answer.strip():
+        """The row's messages; a row with a blank prompt or answer has nothing to learn from."""
+        columns = self._columns
+        if columns is None:
+            trl = "input" not in row and all(column in row for column in _TRL_COLUMNS.values())
+            columns = _TRL_COLUMNS if trl else _COLUMNS
+        prompt = _turns(row, columns["input"], "input", "user")
+        answer = _turns(row, columns["output"], "output", "assistant")
+        if all(m.is_blank() for m in prompt) or all(m.is_blank() for m in answer):
             raise EmptyRow
-        return [Message("user", prompt), Message("assistant", answer)]
+        if not self._train_on_prompt:
+            prompt = [replace(m, train=False) if m.train is None else m for m in prompt]
+        return [*prompt, *answer]
+
+
+def _turns(row: Mapping[str, Any], column: str, field: str, role: str) -> list[Message]:
+    key = f"dataset.column_map.{field}"
+    value = require_column(row, column, key)
+    if isinstance(value, list | tuple):
+        return conversation_of(value, column)
+    return [Message(role, require_text(row, column, key))]
 
 
 def resolve_columns(
@@ -84,8 +113,9 @@ def instruct_dataset(
     Args:
         tokenizer: With a chat template.
         source: "json", "csv" or "parquet" with `data_files`, or a hub data set's name.
-        column_map: `{"input": column, "output": column}`; by default the columns have these names.
-            Rows where either is blank are skipped and counted.
+        column_map: `{"input": column, "output": column}`; by default the columns have these names, or
+            "prompt" and "completion". Each holds a text, or a list of `{"role", "content"}` turns. Rows
+            where either is blank are skipped and counted.
         train_on_input: True trains on the prompt as well; False (or nothing given) on the answer.
         masking_strategy: The same choice by name; see `chat_dataset`.
         new_system_prompt: A system turn put first.
@@ -104,13 +134,14 @@ def instruct_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
-    columns = resolve_columns(
-        column_map, {"input": "input", "output": "output"}, required=("input", "output")
-    )
+    columns = None
+    if column_map is not None:
+        columns = resolve_columns(column_map, _COLUMNS, required=("input", "output"))
     strategy = resolve_masking_strategy(
         masking_strategy, train_on_input, MaskingStrategy.TRAIN_ON_ASSISTANT
     )
-    reader = MessagesReader(tokenizer, InputOutputColumns(columns), strategy, new_system_prompt)
+    to_messages = InputOutputColumns(columns, strategy is MaskingStrategy.TRAIN_ON_ALL)
+    reader = MessagesReader(tokenizer, to_messages, strategy, new_system_prompt)
     return dataset_from_source(
         reader,
         tokenizer,

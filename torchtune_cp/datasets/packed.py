@@ -14,11 +14,17 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune_cp import __version__
-from torchtune_cp.data.packing import STRATEGIES, Int64, Packs, pack_documents
+from torchtune_cp.data.packing import STRATEGIES, Packs, pack_documents
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.fingerprint import fingerprint
-from torchtune_cp.datasets.sft import OVERLONG_POLICIES, RowReader, SFTDataset, sequence_limit
-from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.sft import (
+    OVERLONG_POLICIES,
+    RowReader,
+    SFTDataset,
+    log_data_line,
+    sequence_limit,
+)
+from torchtune_cp.datasets.source import Rows, describe_source, load_rows
 from torchtune_cp.datasets.token_store import Documents, TokenStore, stored_tokens
 from torchtune_cp.errors import UserError
 
@@ -40,6 +46,7 @@ class PackStats:
         split: Documents that were cut into several pieces.
         truncated: Documents that lost their end.
         dropped: Documents left out for being longer than a pack.
+        nothing_to_train: Documents left out because truncating left nothing to train on.
     """
 
     packs: int
@@ -52,6 +59,7 @@ class PackStats:
     split: int
     truncated: int
     dropped: int
+    nothing_to_train: int
 
 
 class PackedDataset(Dataset):
@@ -146,12 +154,12 @@ class PackedDataset(Dataset):
             )
             # Not in the cache: it takes some seconds for a million documents, so that nothing of a
             # run's settings but what the tokens depend on has to be part of the key.
-            self._built = (store, *self._pack(store.lengths))
+            self._built = (store, *self._pack(store))
             self._log(self._built[2])
         return self._built
 
-    def _pack(self, lengths: Int64) -> tuple[Packs, PackStats]:
-        limit = self.max_seq_len
+    def _pack(self, store: TokenStore) -> tuple[Packs, PackStats]:
+        lengths, limit = store.lengths, self.max_seq_len
         long = lengths > limit
         if self._overlong == "error" and long.any():
             first = int(np.flatnonzero(long)[0])
@@ -165,6 +173,20 @@ class PackedDataset(Dataset):
             kept = np.minimum(lengths, limit)
         elif self._overlong == "drop":
             kept = np.where(long, 0, lengths)
+        idle = []
+        if self._overlong == "truncate":
+            # Cutting may take all that is trained on; the first label has no token before it.
+            idle = [
+                d
+                for d in np.flatnonzero(long).tolist()
+                if not (store.read(d, 1, limit - 1)[1] != -100).any()
+            ]
+            kept[idle] = 0
+            if not kept.any():
+                raise UserError(
+                    f"no samples in {self._name}: the prompts of all documents fill a pack of {limit} "
+                    "tokens (max_seq_len), which leaves nothing to train on"
+                )
         if not kept.any():
             raise UserError(
                 f"no samples in {self._name}: all {len(lengths)} documents are longer than a pack of "
@@ -183,6 +205,7 @@ class PackedDataset(Dataset):
             split=int((np.bincount(packs.document) > 1).sum()),
             truncated=int(long.sum()) if self._overlong == "truncate" else 0,
             dropped=int(long.sum()) if self._overlong == "drop" else 0,
+            nothing_to_train=len(idle),
         )
         return packs, stats
 
@@ -192,6 +215,7 @@ class PackedDataset(Dataset):
 
     def _log(self, stats: PackStats) -> None:
         counts = {"cut": stats.split, "truncated": stats.truncated, "dropped": stats.dropped}
+        counts["left out with nothing to train on"] = stats.nothing_to_train
         logger.info(
             "packed %s: %d documents in %d packs of %d tokens (%s), %.1f %% filled, %.1f documents a "
             "pack (at most %d), the longest %d tokens%s",
@@ -237,6 +261,12 @@ def _itself(dataset: Documents) -> Documents:
     return dataset
 
 
+def _documents(make: type[SFTDataset], *args: Any, **settings: Any) -> SFTDataset:
+    dataset = make(*args, **settings)
+    log_data_line(dataset.data_line())
+    return dataset
+
+
 def sft_or_packed(
     rows: Rows,
     reader: RowReader,
@@ -273,7 +303,7 @@ def sft_or_packed(
     """
     limit = sequence_limit(max_seq_len, tokenizer)
     if not packed:
-        return make(
+        dataset = make(
             rows,
             reader,
             max_seq_len=limit,
@@ -281,6 +311,8 @@ def sft_or_packed(
             name=name,
             **settings,
         )
+        log_data_line(dataset.data_line())
+        return dataset
     if limit is None:
         raise UserError(
             "dataset.packed=true needs the length of a pack in tokens: set tokenizer.max_seq_len "
@@ -293,7 +325,7 @@ def sft_or_packed(
         logger.info("%s: tokens are not kept for the next start: %s", name, error)
         key = None
     return PackedDataset(
-        partial(make, rows, reader, name=name, **settings),
+        partial(_documents, make, rows, reader, name=name, **settings),
         max_seq_len=limit,
         strategy=packing_strategy,
         split_across_pack=split_across_pack,
@@ -320,6 +352,6 @@ def dataset_from_source(
         reader,
         tokenizer,
         name=describe_source(source, load_dataset_kwargs),
-        blank_lines=count_blank_lines(source, load_dataset_kwargs.get("data_files")),
+        blank_lines=getattr(rows, "blank_lines", 0),
         **settings,
     )

@@ -22,7 +22,7 @@ from torchtune_cp.datasets.sft import (
     require_text,
     sequence_limit,
 )
-from torchtune_cp.datasets.source import Rows, count_blank_lines, describe_source, load_rows
+from torchtune_cp.datasets.source import Rows, describe_source, load_rows
 from torchtune_cp.datasets.source_arguments import check_proteins
 from torchtune_cp.errors import UserError
 
@@ -211,7 +211,7 @@ def protein_dataset(
         assert source is not None
         rows = load_rows(source, split=split, **load_dataset_kwargs)
         name = describe_source(source, load_dataset_kwargs)
-        blank_lines = count_blank_lines(source, load_dataset_kwargs.get("data_files"))
+        blank_lines = getattr(rows, "blank_lines", 0)
     return sft_or_packed(
         rows,
         reader(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.record_files import broken_character
 from torchtune_cp.datasets.source import Rows
 from torchtune_cp.errors import UserError
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
 BAD_ROW_POLICIES = ("error", "skip")
+
+#: Parts of a data line that make it a warning.
+NOTHING, NO_STOP = "nothing to train on", "no sample trains on a stop token"
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -31,14 +35,72 @@ class UnknownText(Exception):
     """The row has characters that the tokenizer does not know; it is left out and counted."""
 
 
+class NothingToTrain(Exception):
+    """The row has no token to train on, for the cause given; it is left out and counted."""
+
+
 class RowReader(Protocol):
-    """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it."""
+    """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it.
+
+    A reader that does not train on every token says so in attributes and a method of its own:
+    `trains_on_part` (true), `stop_ids` (the tokens of which one should be trained on) and `unread(row)`
+    (what of a row changes nothing).
+    """
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out."""
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on."""
+        """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on.
+
+        Raises NothingToTrain to leave it out.
+        """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row.
+
+    Attributes:
+        tokens: Its tokens; [] where it was only checked, or is left out.
+        labels: As long, see `RowReader`.
+        cause: Why it gives no sample: "empty", "unknown", "nothing" (to train on), "bad" (malformed),
+            or "".
+        note: What is wrong with it, of the last two.
+        unread: What of the row changes nothing.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    cause: str = ""
+    note: str = ""
+    unread: frozenset[str] = frozenset()
+
+
+def outcome_of(
+    reader: RowReader, read: Callable[[], Mapping[str, Any]], *, tokenize: bool = True
+) -> Outcome:
+    """Make a sample of a row, or say why there is none; depends on the row and the reader alone.
+
+    Args:
+        reader: How to make tokens of a row.
+        read: Gives the row; may raise UserError.
+        tokenize: False only checks the row.
+    """
+    try:
+        row = read()
+        reader.check(row)
+        tokens, labels = reader.tokenize(row) if tokenize else ([], [])
+    except EmptyRow:
+        return Outcome(cause="empty")
+    except UnknownText:
+        return Outcome(cause="unknown")
+    except NothingToTrain as found:
+        return Outcome(cause="nothing", note=str(found))
+    except UserError as error:
+        return Outcome(cause="bad", note=str(error))
+    unread = getattr(reader, "unread", None)
+    return Outcome(tokens, labels, unread=frozenset() if unread is None else unread(row))
 
 
 @dataclass
@@ -57,6 +119,8 @@ class DatasetStats:
             rows cut so far in this process; `SFTDataset.count_overlong` tells them all.
         dropped: Rows longer than `max_seq_len`, left out under `overlong: drop`.
         split: Rows longer than `max_seq_len`, made into several samples under `overlong: split`.
+        nothing_to_train: Rows without a token to train on, left out, by cause; and pieces of split rows
+            without one, which are kept.
         blank_lines: Blank lines in JSON lines files; they are no rows, and row numbers in messages
             do not count them.
         unknown_residues: How often each character outside a protein tokenizer's alphabet stood in the
@@ -73,6 +137,7 @@ class DatasetStats:
     truncated: int = 0
     dropped: int = 0
     split: int = 0
+    nothing_to_train: Counter[str] = field(default_factory=Counter)
     blank_lines: int = 0
     unknown_residues: Counter[str] = field(default_factory=Counter)
     unknown_rows: int = 0
@@ -98,6 +163,9 @@ class DatasetStats:
         ):
             if count:
                 parts.append(f"{count} {label}")
+        if self.nothing_to_train:
+            causes = ", ".join(f"{n} {c}" for c, n in sorted(self.nothing_to_train.items()))
+            parts.append(f"{self.nothing_to_train.total()} samples with {NOTHING} ({causes})")
         if self.unknown_residues:
             characters = ", ".join(f"{c} {n}" for c, n in self.unknown_residues.most_common())
             parts.append(
@@ -114,7 +182,9 @@ class SFTDataset(Dataset):
     starts, not hours into it. Rows are tokenised when they are read, except where the number of
     samples depends on their lengths (`overlong` "split", "drop" or "error" with a `max_seq_len`,
     `min_tokens`, or `on_bad_row: skip`): then they are tokenised once, at the start, and kept in
-    memory at 8 bytes a token at most.
+    memory at 8 bytes a token at most. Where a reader trains on a part of the tokens only, rows are
+    tokenised at the start as well, so that those with nothing to train on are known: they are left out
+    and counted by cause.
 
     Over-long rows (more than `max_seq_len` tokens):
         truncate: the first `max_seq_len` tokens are kept (no end-of-text token is put at the cut: the
@@ -185,6 +255,8 @@ class SFTDataset(Dataset):
         self._truncated_rows: set[int] = set()
         self._stats = DatasetStats(blank_lines=blank_lines)
         self._first_bad = ""
+        self._unread: set[str] = set()
+        self._stops = False
         # One entry a sample: its row, and where in the row's tokens it begins.
         self._sample_row: list[int] = []
         self._sample_start: list[int] = []
@@ -215,34 +287,26 @@ class SFTDataset(Dataset):
 
     def _starts(self, index: int, in_order: Iterator[Mapping[str, Any]] | None) -> list[int]:
         """Where the samples of a row begin in its tokens; [] when the row is skipped."""
-        try:
-            row = self._rows[index] if in_order is None else next(in_order)
-            self._reader.check(row)
-            if not self._eager:
-                return [0]
-            tokens, labels = self._reader.tokenize(row)
-        except EmptyRow:
-            self._stats.empty_skipped += 1
+        on_part = getattr(self._reader, "trains_on_part", False)
+        outcome = outcome_of(
+            self._reader,
+            (lambda: self._rows[index]) if in_order is None else (lambda: next(in_order)),
+            tokenize=self._eager or on_part,
+        )
+        if outcome.cause:
+            self._leave_out(index, outcome)
             return []
-        except UnknownText:
-            self._stats.unknown_skipped += 1
-            return []
-        except UserError as error:
-            if self._on_bad_row == "skip":
-                self._stats.bad_skipped += 1
-                if self._stats.bad_skipped == 1:
-                    self._first_bad = f"; the first malformed one: {self._place(index)}: {error}"
-                logger.info("skipped %s: %s", self._place(index), error)
-                return []
-            raise UserError(
-                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
-            ) from error
+        self._unread |= outcome.unread
+        if not self._eager and not on_part:
+            return [0]
+        tokens, labels = outcome.tokens, outcome.labels
         length = len(tokens)
         if length < self._min_tokens:
             self._stats.short_skipped += 1
             return []
         starts = [0]
-        if self.max_seq_len is not None and length > self.max_seq_len:
+        cut = self.max_seq_len is not None and length > self.max_seq_len
+        if self.max_seq_len is not None and cut:
             if self.overlong == "error":
                 raise UserError(
                     f"{self._place(index)} has {length} tokens, more than max_seq_len "
@@ -254,13 +318,45 @@ class SFTDataset(Dataset):
             if self.overlong == "split":
                 self._stats.split += 1
                 starts = list(range(0, length, self.max_seq_len))
-        token_array = np.asarray(tokens, dtype=np.int32)
-        same = labels == tokens
-        self._kept[index] = (
-            token_array,
-            token_array if same else np.asarray(labels, dtype=np.int32),
-        )
+        if on_part:
+            self._stops = self._stops or not set(self._reader.stop_ids).isdisjoint(labels)  # type: ignore[attr-defined]
+            # The first label of a sample has no token before it that could predict it.
+            stop = length if self.max_seq_len is None else self.max_seq_len
+            idle = [all(label == -100 for label in labels[s + 1 : s + stop]) for s in starts]
+            if all(idle):
+                why = "prompt fills max_seq_len" if cut else "a single token"
+                self._stats.nothing_to_train[why] += 1
+                return []
+            if any(idle):
+                self._stats.nothing_to_train["pieces of split rows"] += sum(idle)
+            if cut and self.overlong == "truncate":
+                self._note_truncated(index, length)
+        if self._eager:
+            token_array = np.asarray(tokens, dtype=np.int32)
+            same = labels == tokens
+            self._kept[index] = (
+                token_array,
+                token_array if same else np.asarray(labels, dtype=np.int32),
+            )
         return starts
+
+    def _leave_out(self, index: int, outcome: Outcome) -> None:
+        """Count a row that gives no sample; raise UserError for a malformed one under "error"."""
+        if outcome.cause == "empty":
+            self._stats.empty_skipped += 1
+        elif outcome.cause == "unknown":
+            self._stats.unknown_skipped += 1
+        elif outcome.cause == "nothing":
+            self._stats.nothing_to_train[outcome.note] += 1
+        elif self._on_bad_row == "skip":
+            self._stats.bad_skipped += 1
+            if self._stats.bad_skipped == 1:
+                self._first_bad = f"; the first malformed one: {self._place(index)}: {outcome.note}"
+            logger.info("skipped %s: %s", self._place(index), outcome.note)
+        else:
+            raise UserError(
+                f"{self._place(index)}: {outcome.note} (on_bad_row: skip leaves such rows out)"
+            )
 
     def _place(self, index: int) -> str:
         place_of = getattr(self._rows, "place_of", None)
@@ -279,6 +375,19 @@ class SFTDataset(Dataset):
     def describe_stats(self) -> str:
         """The counts in words, those that are zero left out."""
         return self.stats.describe()
+
+    def data_line(self) -> str:
+        """What became of the rows, in one line, with what a user should know about them."""
+        line = f"{self._name}: {self.describe_stats()}{self._first_bad}"
+        if self._unread:
+            line += f"; changes nothing and is not read: {', '.join(sorted(self._unread))}"
+        stop_ids = getattr(self._reader, "stop_ids", ())
+        if stop_ids and not self._stops:
+            line += (
+                f"; {NO_STOP} (ids {', '.join(map(str, stop_ids))}), because the chat template ends the "
+                "assistant's turns otherwise: the saved model may not stop"
+            )
+        return line
 
     def count_overlong(self) -> int:
         """Number of rows with samples that are longer than `max_seq_len`; looks at all of them."""
@@ -344,6 +453,12 @@ class SFTDataset(Dataset):
         self._truncated_rows.add(row)
 
 
+def log_data_line(line: str) -> None:
+    """Tell once what became of a dataset's rows; as a warning where it costs training."""
+    warns = NOTHING in line or NO_STOP in line
+    logger.log(logging.WARNING if warns else logging.INFO, "%s", line)
+
+
 def sequence_limit(max_seq_len: int | None, tokenizer: HFTokenizer) -> int | None:
     """The dataset's own `max_seq_len`, or else the tokenizer's."""
     return tokenizer.max_seq_len if max_seq_len is None else max_seq_len
@@ -364,6 +479,8 @@ def require_text(row: Mapping[str, Any], column: str, key: str) -> str:
     if not isinstance(value, str):
         kind = "null" if value is None else type(value).__name__
         raise UserError(f"column {column!r} is {kind}, it must be a string")
+    if (bad := broken_character(value)) is not None:
+        raise UserError(f"column {column!r} is not UTF-8 text: it has {bad}")
     return value
 
 

@@ -6,13 +6,22 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtune_cp.config.allow import source_problem
-from torchtune_cp.errors import UserError
+from torchtune_cp.datasets.local_paths import PLAIN_NAME, linked, local_path
+from torchtune_cp.datasets.record_files import (
+    FORMATS,
+    RecordFile,
+    RecordRows,
+    WholeDocument,
+    joined,
+)
+from torchtune_cp.errors import NotFoundHereError, UserError
 
-LOCAL_SOURCES = ("json", "text", "csv", "parquet", "arrow")
+LOCAL_SOURCES = (*FORMATS, "parquet", "arrow")
 
 
 class Rows(Protocol):
@@ -26,7 +35,10 @@ class Rows(Protocol):
 def load_rows(
     source: str, *, split: str | None = "train", max_rows: int | None = None, **kwargs: Any
 ) -> Rows:
-    """Load a table of rows with `datasets.load_dataset`, without progress bars.
+    """Load a table of rows: local files, or what `datasets.load_dataset` finds, without progress bars.
+
+    Local JSON, text and CSV files are read record by record as rows are asked for (`RecordRows`), unless
+    there are further arguments for the library.
 
     Args:
         source: "json" (also JSON lines), "text" (one row a line, column "text"), "csv", "parquet" or
@@ -45,7 +57,11 @@ def load_rows(
         )
     if max_rows is not None and max_rows < 1:
         raise UserError(f"dataset.max_rows must be 1 or more, not {max_rows}")
-    rows = _load(source, split, **kwargs)
+    rows = None
+    if source in FORMATS and set(kwargs) == {"data_files"} and isinstance(split, str):
+        rows = _record_rows(source, split, kwargs["data_files"])
+    if rows is None:
+        rows = _load(source, split, **kwargs)
     if max_rows is not None and len(rows) > max_rows:
         rows = rows.select(range(max_rows))
     return rows
@@ -83,9 +99,8 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
             raise UserError(
                 f"dataset.source={source!r} needs dataset.data_files: the files to read"
             )
-        for path in local_paths(kwargs.get("data_files")):
-            if not path.is_file():
-                raise UserError(f"dataset.data_files: {str(path)!r} does not exist")
+        if kwargs.get("data_files") and not kwargs.get("data_dir"):
+            kwargs["data_files"] = _names_for_library(kwargs["data_files"])
     elif source.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{source}"):
         # One of the library's other readers, some of which unpickle or connect to what a file names.
         raise UserError(
@@ -98,11 +113,26 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # asks a server, for local files too
     try:
         with _quiet():
-            return datasets.load_dataset(source, split=split, **kwargs)
+            rows = datasets.load_dataset(source, split=split, **kwargs)
     except Exception as error:
         # The library raises many unrelated types (of its own, of pyarrow, of the network stack); all
         # mean that the data named in the config could not be read.
         raise UserError(_failure(source, split, kwargs, error)) from error
+    nested = isinstance(rows, datasets.Dataset) and any(
+        not isinstance(feature, datasets.Value) for feature in rows.features.values()
+    )
+    return rows.with_transform(_without_nulls) if nested else rows
+
+
+def _without_nulls(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Rows without the nulls that a table has for keys which other rows have."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: clean(v) for k, v in value.items() if v is not None}
+        return [clean(v) for v in value] if isinstance(value, list) else value
+
+    return {column: [clean(value) for value in values] for column, values in batch.items()}
 
 
 @contextmanager
@@ -125,24 +155,21 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def count_blank_lines(source: str, data_files: Any) -> int:
-    """Blank lines in local JSON lines files, which the library passes over without a word.
-
-    (Blank lines of "text" files are rows, and are skipped and counted as such.)
-    """
-    if source != "json":
-        return 0
-    blank = 0
-    for path in local_paths(data_files):
-        if path.suffix not in (".jsonl", ".json", ".ndjson"):
-            continue
-        with path.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"")
-            if not first.lstrip().startswith(b"{"):
-                continue  # one JSON array, where line breaks mean nothing
-            file.seek(0)
-            blank += sum(not line.strip() for line in file)
-    return blank
+def _names_for_library(files: Any) -> Any:
+    """The same files under names that `datasets` takes for no pattern, fragment or chain of addresses."""
+    if isinstance(files, Mapping):
+        return {name: _names_for_library(part) for name, part in files.items()}
+    names: list[str] = []
+    for name in _flatten(files):
+        path = local_path(name)
+        if "://" in name or not path.is_file():
+            local_files(name)  # refuses what does not exist
+            names.append(name)
+        elif PLAIN_NAME.fullmatch(name):
+            names.append(name)
+        else:
+            names.append(str(linked(path)))
+    return names
 
 
 def describe_source(source: str, kwargs: Mapping[str, Any]) -> str:
@@ -171,11 +198,51 @@ def _flatten(files: Any) -> Iterator[str]:
         raise UserError(f"dataset.data_files must be a path or a list of paths, not {files!r}")
 
 
-def local_paths(files: Any) -> Iterator[Path]:
-    """The plain local paths among data_files; patterns and URLs are left to the library."""
+def local_files(files: Any) -> list[Path] | None:
+    """The local files that `data_files` names; None when something else is among them.
+
+    A name that exists is that file, whatever characters it has; else it may be a pattern.
+    """
+    found: list[Path] = []
     for name in _flatten(files):
-        if "://" not in name and not any(character in name for character in "*?["):
-            yield Path(name)
+        path = local_path(name)
+        if path.is_file():
+            found.append(path)
+        elif "://" in name:
+            return None
+        elif has_magic(name):
+            matching = [Path(p) for p in sorted(glob(str(path), recursive=True))]
+            if not any(p.is_file() for p in matching):
+                raise NotFoundHereError(f"dataset.data_files: no file matches {name!r}")
+            found.extend(p for p in matching if p.is_file())
+        else:
+            raise NotFoundHereError(f"dataset.data_files: {name!r} does not exist")
+    return found
+
+
+def _record_rows(source: str, split: str, files: Any) -> RecordRows | None:
+    """The rows of local files, read by this package; None where `datasets` has to."""
+    named = files if isinstance(files, Mapping) else {"train": files}
+    read: dict[str, RecordRows] = {}
+    for name, part in named.items():
+        paths = local_files(part)
+        if paths is None:
+            return None
+        try:
+            read[name] = RecordRows([RecordFile(path, source) for path in paths])
+        except WholeDocument:
+            return None
+    if split in read:
+        return read[split]
+    from datasets import ReadInstruction
+
+    try:
+        lengths = {name: len(rows) for name, rows in read.items()}
+        parts = ReadInstruction.from_spec(split).to_absolute(lengths)
+    except (ValueError, AssertionError, AttributeError) as error:
+        raise UserError(_failure(source, split, {"data_files": files}, error)) from error
+    chosen = [read[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return chosen[0] if len(chosen) == 1 else joined(chosen)
 
 
 def _failure(source: str, split: str, kwargs: Mapping[str, Any], error: Exception) -> str:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_cp.config.suggest import did_you_mean
-from torchtune_cp.data.messages import CONVERSATION_STYLES, MaskingStrategy
+from torchtune_cp.data.messages import MaskingStrategy
 from torchtune_cp.data.packing import STRATEGIES
+from torchtune_cp.data.turns import CONVERSATION_STYLES
 from torchtune_cp.datasets.sft import BAD_ROW_POLICIES, OVERLONG_POLICIES
-from torchtune_cp.datasets.source import LOCAL_SOURCES, local_paths
+from torchtune_cp.datasets.source import LOCAL_SOURCES, local_files
 from torchtune_cp.errors import NotFoundHereError, UserError
 
 #: What most configs hand on: looking these up would import the library, which takes a second.
@@ -104,13 +105,9 @@ def check_source(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[
         yield UserError(f"data_files: source={source!r} needs the files to read")
         return
     try:
-        paths = list(local_paths(files))
+        local_files(files)
     except UserError as error:
-        yield UserError(str(error).removeprefix("dataset."))
-        return
-    for path in paths:
-        if not path.is_file():
-            yield NotFoundHereError(f"data_files: {str(path)!r} does not exist")
+        yield type(error)(str(error).removeprefix("dataset."))
 
 
 def check_proteins(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[UserError]:

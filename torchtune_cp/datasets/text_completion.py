@@ -10,10 +10,13 @@ from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
+    NothingToTrain,
     SFTDataset,
     require_text,
 )
 from torchtune_cp.datasets.source_arguments import check_source
+
+_MAY_BE_ONE_TOKEN = 64  # characters
 
 
 class TextReader:
@@ -24,11 +27,16 @@ class TextReader:
         self._tokenizer = tokenizer
         self._column = column
         self._add_eos = add_eos
+        self._bare = not tokenizer.adds_bos and (not add_eos or tokenizer.eos_id is None)
 
     def check(self, row: Mapping[str, Any]) -> None:
         """See `RowReader`."""
-        if not require_text(row, self._column, "dataset.column").strip():
+        text = require_text(row, self._column, "dataset.column")
+        if not text.strip():
             raise EmptyRow
+        # Only a short text without marks at its ends can be a single token, which nothing predicts.
+        if self._bare and len(text) < _MAY_BE_ONE_TOKEN and len(self.tokenize(row)[0]) < 2:
+            raise NothingToTrain("a single token")
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """See `RowReader`."""

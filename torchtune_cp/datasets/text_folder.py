@@ -28,11 +28,16 @@ class FileRows:
         return len(self._files)
 
     def __getitem__(self, index: int) -> Mapping[str, str]:
-        """The file's text; UserError when it is not UTF-8."""
+        """The file's text, without a byte order mark; UserError when it is not UTF-8."""
         try:
-            return {"text": self._files[index].read_text(encoding="utf-8")}
+            text = self._files[index].read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+        except OSError as error:
+            raise UserError(f"cannot be read: {error}") from error
+        if "\0" in text:
+            raise UserError(f"has NUL bytes, which no text has (at character {text.index(chr(0))})")
+        return {"text": text}
 
     def fingerprint(self) -> str:
         """A hash of the files' paths below the folder and of their contents."""
@@ -77,7 +82,7 @@ def text_folder_dataset(
         tokenizer: Turns text into tokens.
         path: The folder; None = the running Python's standard library.
         glob: Which files: a pattern, or a list of patterns or file names, below the folder
-            ("**/*.py" looks into sub-folders).
+            ("**/*.py" looks into sub-folders). A name that exists is that file.
         max_seq_len: The longest sample in tokens; None = the tokenizer's.
         split: Part of the files, in the notation of the `datasets` library: "train", "train[:90%]",
             "train[90%:]", "train[5:]". A folder has only the split "train".
@@ -104,7 +109,9 @@ def text_folder_dataset(
     patterns = [glob] if isinstance(glob, str) else list(glob)
     files: set[Path] = set()
     for pattern in patterns:
-        found = [file for file in root.glob(pattern) if file.is_file()]
+        # A name that exists is that file, whatever characters it has.
+        exact = root / pattern
+        found = [exact] if exact.is_file() else [f for f in root.glob(pattern) if f.is_file()]
         if not found:
             raise UserError(f"dataset.glob: no file in {root} matches {pattern!r}")
         files.update(found)

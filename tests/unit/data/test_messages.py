@@ -107,7 +107,7 @@ def test_both_styles_are_read() -> None:
         (
             [{"role": "assistant", "content": "", "tool_calls": [{}]}],
             "openai",
-            "turn 0 has tool_calls",
+            "turn 0: 'tool_calls' has a call without a function's name",
         ),
         ([], "alpaca", "conversation_style='alpaca' is not known; allowed: openai, sharegpt"),
     ],

@@ -216,7 +216,7 @@ def test_what_is_wrong_is_told_where_it_is_met(tmp_path: Path) -> None:
         _stream(path, shuffle_buffer_size=10), _samples, shuffle=False, seed=0
     )
     assert batches[0]["tokens"]
-    with pytest.raises(UserError, match=r"cannot read .*x\.fasta as FASTA"):
+    with pytest.raises(UserError, match=r"row 20001 of .*x\.fasta: .*it has byte 0xFF"):
         batches[20_001]
     path.write_text(">a\nMKV\n>b\nMK\n")
     batches.start_at({"first": 9, "epoch": 0, "buffer": 1, "rows": 7, "samples": 7})

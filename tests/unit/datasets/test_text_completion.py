@@ -161,7 +161,7 @@ class TestUnreadableData:
         self, tokenizer: HFTokenizer, jsonl: Write, capfd: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(
-            UserError, match=r"cannot read dataset '.*data\.jsonl'.*JSON parse error"
+            UserError, match=r"row 1 of .*data\.jsonl: JSON parse error in line 2, column 12"
         ):
             text_completion_dataset(
                 tokenizer, "json", data_files=jsonl({"text": "a"}, '{"text": "b')
