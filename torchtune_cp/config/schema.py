@@ -6,17 +6,19 @@ say (ranges, choices, what the recipe gives to a component) stands in the field'
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
-from torchtune_cp.config.secrets import mask_secrets
+from torchtune_cp.config.secrets import forget, is_meant_secret, mask_secrets
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -63,6 +65,9 @@ class FullFinetuneConfig:
 
     Components stay config nodes (``{_component_: dotted.path, ...}``) that the recipe instantiates.
     """
+
+    # Which values came from the environment; without an annotation, for it is no key.
+    from_environment = MappingProxyType[Path, Origin]({})
 
     # What is trained, on what, and where it is written
     output_dir: str
@@ -224,8 +229,12 @@ def to_typed(
     for name in ("dataset", "dataset_val"):
         if isinstance(values[name], list):
             setattr(typed, name, root[name])
+    origins = from_environment(cfg)
     if typed.batch_size_val is None:
         typed.batch_size_val = typed.batch_size
+        if ("batch_size",) in origins:
+            origins["batch_size_val",] = origins["batch_size",]
+    object.__setattr__(typed, "from_environment", origins)
     return typed
 
 
@@ -249,7 +258,7 @@ def component_problems(cfg: FullFinetuneConfig) -> list[str]:
             problems += value_problems(
                 value, key.name, positional=key.rule.positional, supplied=key.rule.supplied
             )
-    return problems
+    return [hide_in_problem(problem, cfg.from_environment) for problem in problems]
 
 
 def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
@@ -257,7 +266,8 @@ def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
     if isinstance(cfg, DictConfig):
         tree = mask_secrets(cfg)
     else:
-        tree = mask_secrets({spec.name: getattr(cfg, spec.name) for spec in fields(cfg)})
+        values = {spec.name: getattr(cfg, spec.name) for spec in fields(cfg)}
+        tree = mask_secrets(values, cfg.from_environment)
     assert isinstance(tree, dict)
     return tree
 
@@ -295,7 +305,9 @@ def _check(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the resolved values with defaults (those without a problem) and all problems."""
     keys = list(_keys(schema))
+    origins = from_environment(cfg)
     problems = list(_unknown_keys(cfg, [key.name for key in keys]))
+    problems += _secrets_in_names(origins)
     values: dict[str, Any] = {}
     given = set(cfg.keys())  # "in cfg" would leave out keys whose value is ???
     for key in keys:
@@ -311,11 +323,27 @@ def _check(
             problems.append(_resolution_problem(key.name, error, cfg))
             continue
         checked, found = _checked(key.name, value, key.accepted, key.rule)
-        problems += found
+        problems += (hide_in_problem(problem, origins) for problem in found)
+        if isinstance(checked, str) and checked in (key.rule.choices or ()):
+            forget(str(value))
         if not found:
             values[key.name] = checked
     problems += combination_problems(values, world_size)
     return values, problems
+
+
+# Keys whose values become the names of folders, files and runs.
+_NAMING_KEYS = ("output_dir", "log_dir", "dir", "filename", "project", "entity", "id")
+
+
+def _secrets_in_names(origins: Mapping[Path, Origin]) -> Iterator[str]:
+    for path, origin in origins.items():
+        if path[-1] in _NAMING_KEYS and is_meant_secret(origin):
+            yield (
+                f"{'.'.join(map(str, path))}: holds the value of {' and '.join(origin.variables)}, which"
+                " looks like a secret, and everybody can read the names of folders and runs;"
+                " take another variable"
+            )
 
 
 def _plain(node: Any) -> Any:

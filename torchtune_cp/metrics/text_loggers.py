@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from torchtune_cp.config.secrets import write_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, loggable_config, refuse_unknown_keys, to_number
 
@@ -77,7 +78,7 @@ class DiskLogger:
     def log_config(self, config: Any) -> None:
         """Write the resolved config, secrets masked, to ``<log name>.config.yaml``."""
         path = self._path.with_suffix(".config.yaml")
-        path.write_text(yaml.safe_dump(loggable_config(config), sort_keys=False), encoding="utf-8")
+        write_private(path, yaml.safe_dump(loggable_config(config), sort_keys=False))
 
     def close(self) -> None:
         """Close the file."""

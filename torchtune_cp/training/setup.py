@@ -16,7 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.checkpointing.resume_point import ResumePoint
-from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
+from torchtune_cp.config import (
+    FullFinetuneConfig,
+    component_callable,
+    instantiate,
+    resolved_dict,
+)
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.distributed import Meshes, ParallelDims
@@ -25,6 +30,7 @@ from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.interface import LABELS
 from torchtune_cp.metrics.report import RunReport
 from torchtune_cp.metrics.run_notes import RunNotes
 from torchtune_cp.models import LanguageModel, TransformerDecoder, TransformerEncoder
@@ -259,10 +265,12 @@ def build_report(
     """
     logger = None
     if is_rank_zero() and cfg.metric_logger is not None:
-        given = {}
+        given: dict[str, Any] = {}
         if "run_notes" in inspect.signature(component_callable(cfg.metric_logger)).parameters:
             given["run_notes"] = RunNotes(cfg.output_dir, resume_step)
-        logger = instantiate(cfg.metric_logger, **given)
+        masked = resolved_dict(cfg)["metric_logger"]
+        labels = {name: masked[name] for name in LABELS if name in cfg.metric_logger}
+        logger = instantiate(cfg.metric_logger, **given, **labels)
         logger.log_config(cfg)
     return RunReport(
         cfg.output_dir,
