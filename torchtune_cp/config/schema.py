@@ -4,6 +4,7 @@ A config is checked as a whole and all problems are reported at once. What a dat
 say (ranges, choices, what the recipe gives to a component) stands in the field's metadata.
 """
 
+import math
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,8 @@ class Rule:
 
     Attributes:
         low: The smallest value allowed.
+        high: The largest value allowed: far above any that makes sense, so that a slip of the pen is
+            refused and not computed with.
         above: A bound that the value must exceed.
         also: Values allowed besides the range (-1 for "infer").
         choices: The only values allowed; strings match in any case.
@@ -38,6 +41,7 @@ class Rule:
     """
 
     low: int | None = None
+    high: int = 10**12
     above: float | None = None
     also: tuple[Any, ...] = ()
     choices: tuple[str, ...] | None = None
@@ -47,6 +51,9 @@ class Rule:
 
 
 _AtLeastOne = Rule(low=1)
+_Size = Rule(low=1, high=2**31)  # of a batch or of a part of one
+_Degree = Rule(low=1, high=2**20)  # ranks
+_Seconds = 10**9
 _OtherDtypeNames = (
     ("float32", "fp32"),
     ("torch.float32", "fp32"),
@@ -77,15 +84,15 @@ class FullFinetuneConfig:
     dataset: Annotated[DictConfig | ListConfig, Rule(positional=1)]
     dataset_val: Annotated[DictConfig | ListConfig | None, Rule(positional=1)] = None
     collate_fn: DictConfig | str = "torchtune_cp.data.collate"
-    seed: Annotated[int | None, Rule(low=0)] = 0
+    seed: Annotated[int | None, Rule(low=0, high=2**32 - 1)] = 0  # what NumPy takes
     shuffle: bool = True
 
     # The length of the run
-    batch_size: Annotated[int, _AtLeastOne] = 1
-    batch_size_val: Annotated[int | None, _AtLeastOne] = None
+    batch_size: Annotated[int, _Size] = 1
+    batch_size_val: Annotated[int | None, _Size] = None
     epochs: Annotated[int, _AtLeastOne] = 1
     max_steps_per_epoch: Annotated[int | None, _AtLeastOne] = None
-    gradient_accumulation_steps: Annotated[int, _AtLeastOne] = 1
+    gradient_accumulation_steps: Annotated[int, _Size] = 1
     run_val_every_n_steps: Annotated[int | None, _AtLeastOne] = None
 
     # Optimisation
@@ -112,16 +119,16 @@ class FullFinetuneConfig:
     fp8_emulate: bool = False
 
     # The mesh
-    context_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    context_parallel_dim: Annotated[int, _Degree] = 1
     context_parallel_rotate_method: Annotated[str, Rule(choices=("allgather", "alltoall"))] = (
         "allgather"
     )
     context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
-    context_parallel_ulysses_dim: Annotated[int | None, _AtLeastOne] = None
-    tensor_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    context_parallel_ulysses_dim: Annotated[int | None, _Degree] = None
+    tensor_parallel_dim: Annotated[int, _Degree] = 1
     tensor_parallel_plan: Annotated[DictConfig | None, Rule(positional=1)] = None
-    data_parallel_shard_dim: Annotated[int, Rule(low=1, also=(-1,))] = -1
-    data_parallel_replicate_dim: Annotated[int, _AtLeastOne] = 1
+    data_parallel_shard_dim: Annotated[int, Rule(low=1, high=2**20, also=(-1,))] = -1
+    data_parallel_replicate_dim: Annotated[int, _Degree] = 1
 
     # Sharding and memory
     fsdp_cpu_offload: bool = False
@@ -144,8 +151,8 @@ class FullFinetuneConfig:
     on_save_error: Annotated[str, Rule(choices=("raise", "continue"))] = "raise"
 
     # Signals and failing ranks
-    collective_timeout_s: Annotated[float, Rule(above=0)] = 600.0
-    stop_grace_s: Annotated[float, Rule(low=0)] = 300.0
+    collective_timeout_s: Annotated[float, Rule(above=0, high=_Seconds)] = 600.0
+    stop_grace_s: Annotated[float, Rule(low=0, high=_Seconds)] = 300.0
 
     # What the run tells
     metric_logger: DictConfig | None = None
@@ -174,7 +181,7 @@ class MaskedLMConfig(FullFinetuneConfig):
     token_micro_batch_size: Annotated[int | None, _AtLeastOne] = None
     oversize: Annotated[str, Rule(choices=("error", "split", "drop"))] = "error"
     packing_strategy: Annotated[str, Rule(choices=("greedy", "best_fit"))] = "greedy"
-    num_workers: Annotated[int, Rule(low=0)] = 0
+    num_workers: Annotated[int, Rule(low=0, high=1024)] = 0
 
     # What data-parallel ranks share
     data_parallel: Annotated[str, Rule(choices=("fsdp", "ddp"))] = "fsdp"
@@ -423,7 +430,7 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
     if name == "profiler" and isinstance(value, dict):
         value = {COMPONENT: _PROFILER, **value}
     if isinstance(value, int) and not isinstance(value, bool) and int not in accepted:
-        value = float(value) if float in accepted else value
+        value = _as_float(value) if float in accepted else value
     if not _fits(value, accepted):
         said = " or ".join(_SAID[kind] for kind in accepted)
         return value, [f"{name}: expected {said}, got {value!r}"]
@@ -436,6 +443,13 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
             for p in _checked(f"{name}.{i}", item, (DictConfig,), Rule())[1]
         ] or ([f"{name}: the list is empty"] if not value else [])
     return value, _range_problems(name, value, rule)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _fits(value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -471,8 +485,15 @@ def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:
         return [f"{name}: expected one of {', '.join(rule.choices)}, got {value!r}"]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in rule.also:
         also = "".join(f" or {other}" for other in rule.also)
+        if value in (meaning for _, meaning in rule.spellings):
+            return []
+        if isinstance(value, float) and not math.isfinite(value):
+            return [f"{name}: expected a finite number, got {value}"]
         if rule.low is not None and value < rule.low:
             return [f"{name}: must be at least {rule.low}{also}, got {value}"]
         if rule.above is not None and not value > rule.above:
             return [f"{name}: must be greater than {rule.above}{also}, got {value}"]
+        if value > rule.high:
+            got = value if value < 10**30 else "far more"
+            return [f"{name}: must be at most {rule.high}{also}, got {got}"]
     return []

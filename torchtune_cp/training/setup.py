@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -268,9 +268,7 @@ def build_report(
         given: dict[str, Any] = {}
         if "run_notes" in inspect.signature(component_callable(cfg.metric_logger)).parameters:
             given["run_notes"] = RunNotes(cfg.output_dir, resume_step)
-        masked = resolved_dict(cfg)["metric_logger"]
-        labels = {name: masked[name] for name in LABELS if name in cfg.metric_logger}
-        logger = instantiate(cfg.metric_logger, **given, **labels)
+        logger = instantiate(cfg.metric_logger, **given, **_masked_labels(cfg))
         logger.log_config(cfg)
     return RunReport(
         cfg.output_dir,
@@ -282,6 +280,23 @@ def build_report(
         log_memory=cfg.log_peak_memory_stats,
         resume_step=resume_step,
     )
+
+
+def _masked_labels(cfg: FullFinetuneConfig) -> dict[str, Any]:
+    """What the config's logger may say of the run: the labels among its arguments, without secrets."""
+    node, masked = cfg.metric_logger, resolved_dict(cfg)["metric_logger"]
+    if node is None or not isinstance(masked, dict):
+        return {}  # all of it is from the environment: what the logger masks itself has to do
+    labels = {}
+    for name in LABELS:
+        if name in masked:
+            real, shown = node[name], masked[name]
+            if OmegaConf.is_list(real) and isinstance(shown, str):
+                shown = [shown]
+            elif OmegaConf.is_dict(real) and isinstance(shown, str):
+                shown = {name: shown}
+            labels[name] = shown
+    return labels
 
 
 def build_tokenizer(cfg: FullFinetuneConfig) -> Any:
