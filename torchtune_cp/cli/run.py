@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
-from torchtune_cp.config import instantiate, schema, tensor_parallel_problems
+from torchtune_cp.config import schema, tensor_parallel_problems
 from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, trust_recipe_folder
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe, recipes_dir
@@ -203,8 +203,8 @@ def _check_before_start(
         checkpointer = typed.checkpointer
     if isinstance(checkpointer, DictConfig) and checkpointer.get("checkpoint_dir") is not None:
         _check_checkpoint(checkpointer)
-    if config_class is not None and typed.tensor_parallel_dim > 1:
-        _check_tensor_parallel(typed)
+    if config_class is not None:
+        _check_model(typed)
 
 
 def _schema_of(recipe: _Recipe | None) -> type[schema.FullFinetuneConfig] | None:
@@ -233,14 +233,12 @@ def _device_problems(cfg: schema.FullFinetuneConfig, args: argparse.Namespace) -
     return []
 
 
-def _check_tensor_parallel(cfg: schema.FullFinetuneConfig) -> None:
-    import torch
-
+def _check_model(cfg: schema.FullFinetuneConfig) -> None:
+    from torchtune_cp.cli.model_check import build_on_meta
     from torchtune_cp.models import TransformerDecoder
 
-    with torch.device("meta"):
-        model = instantiate(cfg.model)
-    if not isinstance(model, TransformerDecoder):
+    model = build_on_meta(cfg)
+    if not isinstance(model, TransformerDecoder) or cfg.tensor_parallel_dim == 1:
         return  # the recipe says what it takes
     problems = tensor_parallel_problems(vars(model.config), cfg.tensor_parallel_dim)
     if problems:

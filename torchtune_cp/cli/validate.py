@@ -3,6 +3,7 @@
 import argparse
 
 from torchtune_cp.cli.ls import LAUNCH_COMMAND
+from torchtune_cp.cli.model_check import build_on_meta
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.load import load
 from torchtune_cp.config.locate import find_config
@@ -53,4 +54,5 @@ def _run(args: argparse.Namespace) -> None:
     problems = component_problems(cfg)
     if problems:
         raise ConfigError(problems)
+    build_on_meta(cfg)
     print(f"Config is well-formed: {find_config(args.config)}")

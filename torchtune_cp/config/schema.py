@@ -435,7 +435,7 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
         said = " or ".join(_SAID[kind] for kind in accepted)
         return value, [f"{name}: expected {said}, got {value!r}"]
     if isinstance(value, dict):
-        return value, _mapping_problems(name, value)
+        return value, _mapping_problems(name, value) + list(_endless_numbers(name, value))
     if isinstance(value, list) and list not in accepted:
         return value, [
             p
@@ -476,6 +476,26 @@ def _mapping_problems(name: str, value: dict[Any, Any]) -> list[str]:
     if not isinstance(value.get(COMPONENT), str):
         return [f"{name}: has no {COMPONENT}, the dotted path of what to build"]
     return []
+
+
+# Arguments of components that are lengths of sequences: nothing can be that long.
+_LENGTHS = ("max_seq_len", "seq_len", "pack_len")
+_LONGEST = 2**32
+
+
+def _endless_numbers(name: str, value: Any) -> Iterator[str]:
+    """Problems of numbers among a component's arguments that no component can compute with."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _endless_numbers(f"{name}.{key}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{name}: expected a finite number, got {value}"
+    elif isinstance(value, int):
+        most = _LONGEST if name.rpartition(".")[2] in _LENGTHS else 2**63 - 1
+        if not -most <= value <= most:
+            got = value if abs(value) < 10**30 else "far more"
+            yield f"{name}: must be at most {most}, got {got}"
 
 
 def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:

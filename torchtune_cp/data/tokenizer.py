@@ -17,6 +17,7 @@ from torchtune_cp.data.chat_templates import find_chat_template, render_chat
 from torchtune_cp.data.message_spans import MessageSpan, find_message_spans
 from torchtune_cp.data.messages import Message
 from torchtune_cp.errors import UserError
+from torchtune_cp.models.values import is_whole, shown
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -78,8 +79,8 @@ class HFTokenizer:
             generated_files: Files that `save` writes, by name (they win over copied ones).
             name: What error messages call this tokenizer.
         """
-        if max_seq_len is not None and max_seq_len < 1:
-            raise UserError(f"tokenizer.max_seq_len must be 1 or more, not {max_seq_len}")
+        if max_seq_len is not None and not (is_whole(max_seq_len) and max_seq_len >= 1):
+            raise UserError(f"tokenizer.max_seq_len must be 1 or more, not {shown(max_seq_len)}")
         self.max_seq_len = max_seq_len
         self.chat_template = chat_template
         self._name = name

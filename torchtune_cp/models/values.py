@@ -117,7 +117,7 @@ def require_hf_types(hf: Mapping[str, Any], inside: str = "") -> None:
     Raises:
         ConfigError: One line for each such value.
     """
-    problems = []
+    problems: list[str] = []
 
     def check(keys: Any, allowed: Callable[[str], str], fits: Callable[[str, Any], bool]) -> None:
         problems.extend(
@@ -148,6 +148,6 @@ def require_hf_types(hf: Mapping[str, Any], inside: str = "") -> None:
     check(_HF_MAPPINGS, lambda _: "a mapping", lambda _, value: isinstance(value, Mapping))
     if problems:
         raise ConfigError(problems)
-    for key in _HF_MAPPINGS:
+    for key in _HF_MAPPINGS if not inside else ():
         if hf.get(key) is not None:
             require_hf_types(hf[key], f"{key}.")
