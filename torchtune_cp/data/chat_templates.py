@@ -1,7 +1,8 @@
 """Chat templates: rendering a conversation to text as Hugging Face's templates expect it.
 
 A template is a jinja2 program that comes with a checkpoint, so it is a stranger's code: it runs in
-jinja2's immutable sandbox.
+jinja2's immutable sandbox, and, unless it is one of those below, in a process with a limit of time and
+memory (`template_process`), which imports this file by its path: nothing here may import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import ConfigError, UserError
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,6 +78,12 @@ MISTRAL = (
 )
 """Mistral 7B Instruct."""
 
+# Published ones have up to 20 thousand.
+_MOST_TEMPLATE_CHARACTERS = 1_000_000
+_MOST_SHOWN = 500
+_SHOWN_OF_TEMPLATE = 80
+_OWN = frozenset({CHATML, LLAMA3, LLAMA2, MISTRAL})
+
 
 class _GenerationBlock(Extension):
     """`{% generation %} ... {% endgeneration %}`: marks the assistant's text; rendered as it is.
@@ -112,22 +120,33 @@ def _tojson(
     )
 
 
+class _NothingComputed(CodeGenerator):
+    """Leaves constant expressions (`"a" * 10**10`) to rendering, which has limits."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 @lru_cache(maxsize=32)
 def _compile(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+        optimized=False,
     )
+    environment.code_generator_class = _NothingComputed
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
-        ) from error
+    return environment.from_string(template)
+
+
+def render_here(template: str, inputs: Mapping[str, Any]) -> str:
+    """Render in this process, without limits; raises whatever the template does."""
+    return _compile(template).render(inputs)
 
 
 class TemplateRefusal(UserError):
@@ -150,23 +169,44 @@ def render_chat(
         variables: Further names that templates read, such as `bos_token`.
 
     Raises:
-        UserError: When the template is not valid jinja2.
+        ConfigError: When the template is no text, not valid jinja2, or needs more than its time and
+            memory.
         TemplateRefusal: When the template does not accept this conversation; carries its message.
     """
-    compiled = _compile(template)
-    try:
-        return compiled.render(
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
+    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_CHARACTERS:
+        kind = f"of {len(template)} characters" if isinstance(template, str) else repr(template)
+        raise ConfigError(
+            f"the chat template {kind[:_MOST_SHOWN]}: allowed is a text of up to"
+            f" {_MOST_TEMPLATE_CHARACTERS} characters"
         )
+    inputs = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(variables or {}),
+    }
+    try:
+        if template in _OWN:
+            return render_here(template, inputs)
+        from torchtune_cp.data.template_process import render_apart  # not in that process itself
+
+        kind, text = render_apart(template, inputs)
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
+        kind, text = "refused", str(error)
+    if kind == "broken":
+        raise ConfigError(f"the chat template {_beginning(template)}: {text[:_MOST_SHOWN]}")
+    if kind == "refused":
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateRefusal(
-            f"the chat template does not accept this conversation (roles: {roles}): {error}"
-        ) from error
+            f"the chat template does not accept this conversation (roles: {roles}): {text}"
+        )
+    return text
+
+
+def _beginning(template: str) -> str:
+    shown = repr(template)
+    return shown if len(shown) <= _SHOWN_OF_TEMPLATE else f"{shown[:_SHOWN_OF_TEMPLATE]}..."
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -180,9 +220,21 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     """
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
-        return template_file.read_text(encoding="utf-8")
+        try:
+            return template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{template_file} is not UTF-8 text: {error}") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
+        if not all(
+            isinstance(entry, dict)
+            and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+            for entry in template
+        ):
+            raise ConfigError(
+                f"{folder / 'tokenizer_config.json'}: chat_template is a list, allowed is a text or a"
+                " list of {name, template}, both texts"
+            )
         named = {entry["name"]: entry["template"] for entry in template}
         if len(named) == 1:
             return next(iter(named.values()))
@@ -193,4 +245,9 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
                 f"{template_file}, or give it as chat_template: to the tokenizer"
             )
         return named["default"]
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {repr(template)[:_MOST_SHOWN]},"
+            " allowed is a text or a list of {name, template}"
+        )
     return template
