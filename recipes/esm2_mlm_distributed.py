@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchtune_cp import config
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import MaskedLMConfig
+from torchtune_cp.config.secrets import write_private
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
@@ -64,7 +65,7 @@ def main(cfg: MaskedLMConfig) -> None:
     output_dir = Path(cfg.output_dir).expanduser()
     if is_rank_zero():
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "config.yaml").write_text(config.resolved_yaml(cfg), encoding="utf-8")
+        write_private(output_dir / "config.yaml", config.resolved_yaml(cfg))
 
     # --- model: sharded over dp_shard x cp (or whole on every rank), each rank reads its part --
     checkpointer = config.instantiate(cfg.checkpointer)

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -40,17 +41,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a new file and wait until it is on the disk.
 
     Args:
         path: The file; it must not exist.
         text: Its content, written as UTF-8.
+        mode: Who may read it, within what the process's mask allows.
 
     Raises:
         OSError: The file exists or the disk could not take it.
     """
-    with path.open("x", encoding="utf-8") as file:
+    with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -50,6 +50,7 @@ from torchtune_cp.checkpointing.shard_files import (
     check_savable,
     read_stored_tensors,
 )
+from torchtune_cp.config.secrets import is_private
 from torchtune_cp.errors import UserError
 
 __all__ = [
@@ -163,7 +164,8 @@ def _complete(
             check_size(temporary, file)
         except UserError as error:
             raise OSError(f"{temporary}: {error}") from error
-    write_text(temporary / MANIFEST_NAME, manifest_text(step, files, state))
+    text = manifest_text(step, files, state)
+    write_text(temporary / MANIFEST_NAME, text, mode=0o600 if is_private(text) else 0o666)
     sync(temporary)
     rename_into_place(temporary, final)
 

@@ -17,6 +17,7 @@ from torchtune_cp.config import allow, get_component, instantiate, schema, torch
 from torchtune_cp.config.argument_checks import argument_errors
 from torchtune_cp.config.argument_types import parameters_of
 from torchtune_cp.config.entry_point import one_line
+from torchtune_cp.config.environment import from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import components_problems
 from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.config.torchtune_recipes import (
@@ -73,6 +74,9 @@ def look_over(
     values, problems = schema.check(cfg, config_class, world_size)
     found = Findings(problems)
     _Trial(values, config_class, found).run()
+    origins = from_environment(cfg)
+    for lines in (found.problems, found.not_here, found.notes):
+        lines[:] = [hide_in_problem(line, origins) for line in lines]
     named = recipe_in_comments(text)
     if is_not_here(named):
         assert named is not None

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.locate import find_config
 from torchtune_cp.config.overrides import apply_overrides, none_to_null, parse_overrides
+from torchtune_cp.config.plain_yaml import read_mapping
 from torchtune_cp.config.secrets import remember_secrets
 from torchtune_cp.errors import ConfigError
 
@@ -43,15 +43,7 @@ def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DictC
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: a config is a YAML mapping of keys to values, not a list")
+    loaded = read_mapping(path)
     bad = [key for key in loaded if not isinstance(key, str)]
     if bad:
         raise ConfigError(f"{path}: keys are strings, got {bad[0]!r}")

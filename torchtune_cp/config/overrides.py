@@ -14,12 +14,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchtune_cp.config.plain_yaml import LOADER_FAILURES, look_through
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 COMPONENT = "_component_"
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,15 @@ def none_to_null(value: Any) -> Any:
 
 
 def _parse_value(key: str, text: str) -> Any:
+    shown = repr(text) if len(text) <= _LONGEST_SHOWN else "given"
+    where = f"{key}: the value {shown} cannot be read:"
+    look_through(text, where)
     try:
         # from_dotlist reads the value with OmegaConf's YAML rules: 2e-5 is a number there.
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{key}: the value {text!r} cannot be read: {first_line}") from None
+    except (yaml.YAMLError, OmegaConfBaseException, *LOADER_FAILURES) as error:
+        first_line = " ".join(str(error).splitlines()[:1])
+        raise ConfigError(f"{where} {first_line}") from None
     assert isinstance(parsed, dict)
     return none_to_null(parsed["value"])
 

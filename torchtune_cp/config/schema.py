@@ -4,10 +4,12 @@ A config is checked as a whole and all problems are reported at once. What a dat
 say (ranges, choices, what the recipe gives to a component) stands in the field's metadata.
 """
 
+import math
 import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -15,9 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.argument_types import SAID
 from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
-from torchtune_cp.config.secrets import mask_secrets
+from torchtune_cp.config.secrets import forget, is_meant_secret, mask_secrets
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -28,6 +31,8 @@ class Rule:
 
     Attributes:
         low: The smallest value allowed.
+        high: The largest value allowed: far above any that makes sense, so that a slip of the pen is
+            refused and not computed with.
         above: A bound that the value must exceed.
         also: Values allowed besides the range (-1 for "infer").
         choices: The only values allowed; strings match in any case.
@@ -38,6 +43,7 @@ class Rule:
     """
 
     low: int | None = None
+    high: int = 10**12
     above: float | None = None
     also: tuple[Any, ...] = ()
     choices: tuple[str, ...] | None = None
@@ -49,6 +55,9 @@ class Rule:
 
 _AtLeastOne = Rule(low=1)
 _Filled = Rule(filled=True)
+_Size = Rule(low=1, high=2**31)  # of a batch or of a part of one
+_Degree = Rule(low=1, high=2**20)  # ranks
+_Seconds = 10**9
 _OtherDtypeNames = (
     ("float32", "fp32"),
     ("torch.float32", "fp32"),
@@ -68,6 +77,9 @@ class FullFinetuneConfig:
     Components stay config nodes (``{_component_: dotted.path, ...}``) that the recipe instantiates.
     """
 
+    # Which values came from the environment; without an annotation, for it is no key.
+    from_environment = MappingProxyType[Path, Origin]({})
+
     # What is trained, on what, and where it is written
     output_dir: Annotated[str, _Filled]
     overwrite: bool = False
@@ -77,15 +89,15 @@ class FullFinetuneConfig:
     dataset: Annotated[DictConfig | ListConfig, Rule(positional=1)]
     dataset_val: Annotated[DictConfig | ListConfig | None, Rule(positional=1)] = None
     collate_fn: DictConfig | str = "torchtune_cp.data.collate"
-    seed: Annotated[int | None, Rule(low=0)] = 0
+    seed: Annotated[int | None, Rule(low=0, high=2**32 - 1)] = 0  # what NumPy takes
     shuffle: bool = True
 
     # The length of the run
-    batch_size: Annotated[int, _AtLeastOne] = 1
-    batch_size_val: Annotated[int | None, _AtLeastOne] = None
+    batch_size: Annotated[int, _Size] = 1
+    batch_size_val: Annotated[int | None, _Size] = None
     epochs: Annotated[int, _AtLeastOne] = 1
     max_steps_per_epoch: Annotated[int | None, _AtLeastOne] = None
-    gradient_accumulation_steps: Annotated[int, _AtLeastOne] = 1
+    gradient_accumulation_steps: Annotated[int, _Size] = 1
     run_val_every_n_steps: Annotated[int | None, _AtLeastOne] = None
 
     # Optimisation
@@ -112,16 +124,16 @@ class FullFinetuneConfig:
     fp8_emulate: bool = False
 
     # The mesh
-    context_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    context_parallel_dim: Annotated[int, _Degree] = 1
     context_parallel_rotate_method: Annotated[str, Rule(choices=("allgather", "alltoall"))] = (
         "allgather"
     )
     context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
-    context_parallel_ulysses_dim: Annotated[int | None, _AtLeastOne] = None
-    tensor_parallel_dim: Annotated[int, _AtLeastOne] = 1
+    context_parallel_ulysses_dim: Annotated[int | None, _Degree] = None
+    tensor_parallel_dim: Annotated[int, _Degree] = 1
     tensor_parallel_plan: Annotated[DictConfig | None, Rule(positional=1)] = None
-    data_parallel_shard_dim: Annotated[int, Rule(low=1, also=(-1,))] = -1
-    data_parallel_replicate_dim: Annotated[int, _AtLeastOne] = 1
+    data_parallel_shard_dim: Annotated[int, Rule(low=1, high=2**20, also=(-1,))] = -1
+    data_parallel_replicate_dim: Annotated[int, _Degree] = 1
 
     # Sharding and memory
     fsdp_cpu_offload: bool = False
@@ -144,8 +156,8 @@ class FullFinetuneConfig:
     on_save_error: Annotated[str, Rule(choices=("raise", "continue"))] = "raise"
 
     # Signals and failing ranks
-    collective_timeout_s: Annotated[float, Rule(above=0)] = 600.0
-    stop_grace_s: Annotated[float, Rule(low=0)] = 300.0
+    collective_timeout_s: Annotated[float, Rule(above=0, high=_Seconds)] = 600.0
+    stop_grace_s: Annotated[float, Rule(low=0, high=_Seconds)] = 300.0
 
     # What the run tells
     metric_logger: DictConfig | None = None
@@ -174,7 +186,7 @@ class MaskedLMConfig(FullFinetuneConfig):
     token_micro_batch_size: Annotated[int | None, _AtLeastOne] = None
     oversize: Annotated[str, Rule(choices=("error", "split", "drop"))] = "error"
     packing_strategy: Annotated[str, Rule(choices=("greedy", "best_fit"))] = "greedy"
-    num_workers: Annotated[int, Rule(low=0)] = 0
+    num_workers: Annotated[int, Rule(low=0, high=1024)] = 0
 
     # What data-parallel ranks share
     data_parallel: Annotated[str, Rule(choices=("fsdp", "ddp"))] = "fsdp"
@@ -230,8 +242,12 @@ def to_typed(
     for name in ("dataset", "dataset_val"):
         if isinstance(values[name], list):
             setattr(typed, name, root[name])
+    origins = from_environment(cfg)
     if typed.batch_size_val is None:
         typed.batch_size_val = typed.batch_size
+        if ("batch_size",) in origins:
+            origins["batch_size_val",] = origins["batch_size",]
+    object.__setattr__(typed, "from_environment", origins)
     return typed
 
 
@@ -246,7 +262,8 @@ def component_problems(cfg: FullFinetuneConfig) -> list[str]:
         nearest name, missing ones.
     """
     keys = list(_keys(type(cfg)))
-    return _component_problems({key.name: getattr(cfg, key.name) for key in keys}, keys)
+    values = {key.name: getattr(cfg, key.name) for key in keys}
+    return _component_problems(values, keys, cfg.from_environment)
 
 
 def check(
@@ -267,10 +284,14 @@ def check(
         give them.
     """
     values, problems = _check(cfg, schema, world_size)
-    return values, problems + _component_problems(values, list(_keys(schema)))
+    return values, problems + _component_problems(
+        values, list(_keys(schema)), from_environment(cfg)
+    )
 
 
-def _component_problems(values: Mapping[str, Any], keys: list["_Key"]) -> list[str]:
+def _component_problems(
+    values: Mapping[str, Any], keys: list["_Key"], origins: Mapping[Path, Origin]
+) -> list[str]:
     problems = []
     for key in keys:
         value = values.get(key.name)
@@ -281,7 +302,7 @@ def _component_problems(values: Mapping[str, Any], keys: list["_Key"]) -> list[s
             problems += value_problems(
                 value, key.name, positional=key.rule.positional, supplied=key.rule.supplied
             )
-    return problems
+    return [hide_in_problem(problem, origins) for problem in problems]
 
 
 def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
@@ -289,7 +310,8 @@ def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
     if isinstance(cfg, DictConfig):
         tree = mask_secrets(cfg)
     else:
-        tree = mask_secrets({spec.name: getattr(cfg, spec.name) for spec in fields(cfg)})
+        values = {spec.name: getattr(cfg, spec.name) for spec in fields(cfg)}
+        tree = mask_secrets(values, cfg.from_environment)
     assert isinstance(tree, dict)
     return tree
 
@@ -332,7 +354,9 @@ def _check(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the resolved values with defaults (those without a problem) and all problems."""
     keys = list(_keys(schema))
+    origins = from_environment(cfg)
     problems = list(_unknown_keys(cfg, [key.name for key in keys]))
+    problems += _secrets_in_names(origins)
     values: dict[str, Any] = {}
     given = set(cfg.keys())  # "in cfg" would leave out keys whose value is ???
     for key in keys:
@@ -348,7 +372,9 @@ def _check(
             problems.append(_resolution_problem(key.name, error, cfg))
             continue
         checked, found = _checked(key.name, value, key.accepted, key.rule)
-        problems += found
+        problems += (hide_in_problem(problem, origins) for problem in found)
+        if isinstance(checked, str) and checked in (key.rule.choices or ()):
+            forget(str(value))
         if not found:
             values[key.name] = checked
     problems += _adopt_keep_last_n(values)
@@ -368,6 +394,20 @@ def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
         ]
     values["keep_last_n"] = given
     return []
+
+
+# Keys whose values become the names of folders, files and runs.
+_NAMING_KEYS = ("output_dir", "log_dir", "dir", "filename", "project", "entity", "id")
+
+
+def _secrets_in_names(origins: Mapping[Path, Origin]) -> Iterator[str]:
+    for path, origin in origins.items():
+        if path[-1] in _NAMING_KEYS and is_meant_secret(origin):
+            yield (
+                f"{'.'.join(map(str, path))}: holds the value of {' and '.join(origin.variables)}, which"
+                " looks like a secret, and everybody can read the names of folders and runs;"
+                " take another variable"
+            )
 
 
 def _plain(node: Any) -> Any:
@@ -443,12 +483,12 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
     if name == "profiler" and isinstance(value, dict):
         value = {COMPONENT: _PROFILER, **value}
     if isinstance(value, int) and not isinstance(value, bool) and int not in accepted:
-        value = float(value) if float in accepted else value
+        value = _as_float(value) if float in accepted else value
     if not _fits(value, accepted):
         said = " or ".join(_SAID[kind] for kind in accepted)
         return value, [f"{name}: expected {said}, got {value!r}"]
     if isinstance(value, dict):
-        return value, _mapping_problems(name, value)
+        return value, _mapping_problems(name, value) + list(_endless_numbers(name, value))
     if isinstance(value, list) and list not in accepted:
         return value, [
             p
@@ -456,6 +496,13 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
             for p in _checked(f"{name}.{i}", item, (DictConfig,), Rule())[1]
         ] or ([f"{name}: the list is empty"] if not value else [])
     return value, _range_problems(name, value, rule)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _fits(value: Any, accepted: tuple[Any, ...]) -> bool:
@@ -484,6 +531,26 @@ def _mapping_problems(name: str, value: dict[Any, Any]) -> list[str]:
     return []
 
 
+# Arguments of components that are lengths of sequences: nothing can be that long.
+_LENGTHS = ("max_seq_len", "seq_len", "pack_len")
+_LONGEST = 2**32
+
+
+def _endless_numbers(name: str, value: Any) -> Iterator[str]:
+    """Problems of numbers among a component's arguments that no component can compute with."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _endless_numbers(f"{name}.{key}", item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{name}: expected a finite number, got {value}"
+    elif isinstance(value, int):
+        most = _LONGEST if name.rpartition(".")[2] in _LENGTHS else 2**63 - 1
+        if not -most <= value <= most:
+            got = value if abs(value) < 10**30 else "far more"
+            yield f"{name}: must be at most {most}, got {got}"
+
+
 def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:
     if value is None:
         return []
@@ -493,8 +560,15 @@ def _range_problems(name: str, value: Any, rule: Rule) -> list[str]:
         return [f"{name}: expected one of {', '.join(rule.choices)}, got {value!r}"]
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in rule.also:
         also = "".join(f" or {other}" for other in rule.also)
+        if value in (meaning for _, meaning in rule.spellings):
+            return []
+        if isinstance(value, float) and not math.isfinite(value):
+            return [f"{name}: expected a finite number, got {value}"]
         if rule.low is not None and value < rule.low:
             return [f"{name}: must be at least {rule.low}{also}, got {value}"]
         if rule.above is not None and not value > rule.above:
             return [f"{name}: must be greater than {rule.above}{also}, got {value}"]
+        if value > rule.high:
+            got = value if value < 10**30 else "far more"
+            return [f"{name}: must be at most {rule.high}{also}, got {got}"]
     return []

@@ -1,19 +1,24 @@
 """Keeps passwords, tokens and keys out of everything that is written, logged or printed.
 
-A secret is known by its place (the value of a key such as ``hf_token``, in a config or among the
-environment variables), or by its form (the keys of well-known services, passwords in URLs).
+A secret is known by where it comes from (``${oc.env:NAME}`` in a config), by its place (the value of a
+key such as ``hf_token``, in a config or among the environment variables), or by its form (the keys of
+well-known services, passwords in URLs).
 """
 
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-MASK = "***"
+from torchtune_cp.config import environment
+from torchtune_cp.config.environment import MASK, Origin, from_environment
 
 # By the end of the key. A tokenizer's special tokens and counts of tokens are no secrets.
 _KEY = re.compile(
@@ -44,6 +49,16 @@ _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash|rev)", re.IGNORECASE)
 _SHORTEST = 6
 # A shell keeps the current folder in it: no password.
 _FOLDER_VARIABLE = "PWD"
+# Every program is told these, and paths are made of them.
+_NEVER_SECRET = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
+# From this length on a value is looked for inside longer words too.
+_LONG = 12
+# Variables that are meant to be secret, by whatever they are called; broader than for keys of configs,
+# of which many end so and are none.
+_VARIABLE = re.compile(
+    r"((^|_)(key|pat|pass|auth|pwd)|token|secret|password|passwd|passphrase|credentials?)$",
+    re.IGNORECASE,
+)
 
 _remembered: set[str] = set()
 
@@ -61,11 +76,76 @@ def remember_secrets(config: Any) -> None:
         config: An OmegaConf config, or plain dicts and lists.
     """
     if isinstance(config, (DictConfig, ListConfig)):
+        for path, origin in from_environment(config).items():
+            if path[-1] != "_component_":  # the names of components are public
+                _remember(_texts(origin))
         try:
             config = OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException:
             config = OmegaConf.to_container(config, resolve=False)
-    _remembered.update(value for value in _secret_values(config) if len(value) >= _SHORTEST)
+    _remember(_secret_values(config))
+
+
+def _remember(values: Iterator[str]) -> None:
+    for value in values:
+        for text in {value, *value.splitlines()}:  # a key of several lines is printed line by line
+            spelt = {text, repr(text)[1:-1], json.dumps(text)[1:-1], quote(text, safe="")}
+            _remembered.update(form for form in spelt if len(text) >= _SHORTEST)
+
+
+def _texts(origin: Origin) -> Iterator[str]:
+    """What to look for in texts of what the environment put into one place of a config."""
+    for name, value in origin.variables.items():
+        # A path that exists is no secret, and lines about files would be of no use without it.
+        is_path = os.path.isabs(value) and Path(value).exists()
+        if name in _NEVER_SECRET or is_path:
+            return
+        yield value
+    if origin.shown == MASK or not isinstance(origin.value, str):
+        yield from _strings(origin.value)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        yield from (text for pair in value.items() for part in pair for text in _strings(part))
+    elif isinstance(value, (list, tuple)):
+        yield from (text for item in value for text in _strings(item))
+    else:
+        yield str(value)
+
+
+def forget(value: str) -> None:
+    """Have :func:`mask_text` leave a value alone that turned out to be public: one of a key's choices."""
+    _remembered.discard(value)
+
+
+def is_meant_secret(origin: Origin) -> bool:
+    """Say whether a value comes from a variable that holds a secret by its name, or has a secret's form."""
+    return any(
+        (_VARIABLE.search(name) and name not in _NEVER_SECRET) or _FORM.search(value)
+        for name, value in origin.variables.items()
+    )
+
+
+def is_private(text: str) -> bool:
+    """Say whether a text holds a config that has a secret: its file is for the user's own eyes (0600)."""
+    return MASK in text or "${oc." in text
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a text file that holds a config; with mode 0600 where :func:`is_private` says so.
+
+    Args:
+        path: Overwritten if it exists.
+        text: Written as UTF-8.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if is_private(text):
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+    path.write_text(text, encoding="utf-8")
 
 
 def _secret_values(config: Any, under_secret: bool = False) -> Iterator[str]:
@@ -107,7 +187,9 @@ def _mask_known(text: str) -> str:
     }
     for value in sorted(known, key=len, reverse=True):
         if value in text:
-            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", MASK, text)
+            found = re.escape(value)
+            whole = value.isalpha() or len(value) < _LONG
+            text = re.sub(rf"(?<!\w){found}(?!\w)" if whole else found, MASK, text)
     return text
 
 
@@ -126,38 +208,49 @@ def _masked_hex(text: str, found: re.Match[str]) -> str:
     return found[0] if _COMMIT_KEY.search(before) else MASK
 
 
-def mask_secrets(config: Any) -> Any:
+def mask_secrets(config: Any, origins: Mapping[environment.Path, Origin] | None = None) -> Any:
     """Return a plain, resolved copy of a config without its secrets.
 
     Args:
         config: An OmegaConf config, or plain dicts and lists.
+        origins: Where a config that is resolved already got its values from, see
+            :func:`torchtune_cp.config.environment.from_environment`.
 
     Returns:
         Plain containers; the values of keys such as ``api_key``, ``hf_token`` or ``password``, and the
         parts of strings that have the form of a known service's key or are the value of such an
-        environment variable, read ``***``.
+        environment variable, read ``***``. What ``${oc.env:NAME}`` put in reads ``${oc.env:NAME}``, so
+        that a config can be loaded again.
     """
     if isinstance(config, (DictConfig, ListConfig)):
+        origins = {**from_environment(config), **(origins or {})}
         config = OmegaConf.to_container(config, resolve=True)
     remember_secrets(config)  # another key may refer to them, or a URL hold them
-    return _masked("", config)
+    return _masked((), config, origins or {})
 
 
-def _masked(key: str, value: Any) -> Any:
+def _masked(path: environment.Path, value: Any, origins: Mapping[environment.Path, Origin]) -> Any:
+    key = next((part for part in reversed(path) if isinstance(part, str)), "")
     if isinstance(value, (DictConfig, ListConfig)):  # inside a plain mapping
         value = OmegaConf.to_container(value, resolve=True)
+    if path in origins and not is_secret_key(key):
+        value = origins[path].shown
     if isinstance(value, Mapping):
         if is_secret_key(key) and "_component_" not in value:
             return MASK
-        return {name: _masked(str(name), item) for name, item in value.items()}
+        return {name: _masked((*path, name), item, origins) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_masked(key, item) for item in value]
+        return [_masked((*path, place), item, origins) for place, item in enumerate(value)]
+    if path in origins and not isinstance(value, str):
+        return MASK
     if isinstance(value, str):
         if is_secret_key(key) and value:
             return MASK
         value = _QUERY.sub(_masked_query, _FORM.sub(MASK, _mask_known(value)))
         return MASK if _FORTY_HEX.fullmatch(value) and not _COMMIT_KEY.search(key) else value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if str(value) in _remembered:
+            return MASK
         return MASK if _NEVER_A_NUMBER.search(_CAMEL_CASE.sub("_", key).lower()) else value
     return value
 

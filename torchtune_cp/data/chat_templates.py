@@ -1,7 +1,8 @@
 """Chat templates: rendering a conversation to text as Hugging Face's templates expect it.
 
 A template is a jinja2 program that comes with a checkpoint, so it is a stranger's code: it runs in
-jinja2's immutable sandbox.
+jinja2's immutable sandbox, and, unless it is one of those below, in a process with a limit of time and
+memory (`template_process`), which imports this file by its path: nothing here may import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import ConfigError, UserError
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,6 +78,12 @@ MISTRAL = (
 )
 """Mistral 7B Instruct."""
 
+# Published ones have up to 20 thousand.
+_MOST_TEMPLATE_CHARACTERS = 1_000_000
+_MOST_SHOWN = 500
+_SHOWN_OF_TEMPLATE = 80
+_OWN = frozenset({CHATML, LLAMA3, LLAMA2, MISTRAL})
+
 
 #: Unicode noncharacters, which no text has: where `{% generation %}` begins and ends.
 GENERATION_MARKS = ("\ufdee", "\ufdef")
@@ -120,12 +128,27 @@ def _tojson(
     )
 
 
+class _NothingComputed(CodeGenerator):
+    """Leaves constant expressions (`"a" * 10**10`) to rendering, which has limits."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _NamesOnly(_NothingComputed, meta.TrackingCodeGenerator):
+    """Finds the names that a template does not set itself, and computes nothing meanwhile."""
+
+
 def _environment(marks_generation: bool = False) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+        optimized=False,
     )
+    environment.code_generator_class = _NothingComputed
     environment.globals["marks_generation"] = marks_generation
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -135,14 +158,16 @@ def _environment(marks_generation: bool = False) -> ImmutableSandboxedEnvironmen
 
 @lru_cache(maxsize=32)
 def _compile(template: str, marks_generation: bool) -> jinja2.Template:
-    try:
-        return _environment(marks_generation).from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise _not_jinja2(error) from error
+    return _environment(marks_generation).from_string(template)
 
 
-def _not_jinja2(error: jinja2.TemplateSyntaxError) -> UserError:
-    return UserError(
+def render_here(template: str, inputs: Mapping[str, Any], marks_generation: bool = False) -> str:
+    """Render in this process, without limits; raises whatever the template does."""
+    return _compile(template, marks_generation).render(inputs)
+
+
+def _not_jinja2(error: jinja2.TemplateSyntaxError) -> ConfigError:
+    return ConfigError(
         f"the chat template is not valid jinja2 (line {error.lineno}): {error.message}"
     )
 
@@ -169,7 +194,7 @@ def template_names(template: str) -> TemplateNames:
     """Look through a template's source.
 
     Raises:
-        UserError: It is not valid jinja2.
+        ConfigError: It is not valid jinja2.
     """
     environment = _environment(marks_generation=True)
     try:
@@ -177,11 +202,13 @@ def template_names(template: str) -> TemplateNames:
     except jinja2.TemplateSyntaxError as error:
         raise _not_jinja2(error) from error
     except RecursionError as error:
-        raise UserError("the chat template is nested too deeply") from error
+        raise ConfigError("the chat template is nested too deeply") from error
+    tracker = _NamesOnly(environment)
+    tracker.visit(source)
     data = "".join(node.data for node in source.find_all(nodes.TemplateData))
     return TemplateNames(
         variables=frozenset(n.name for n in source.find_all(nodes.Name) if n.ctx == "load"),
-        inputs=frozenset(meta.find_undeclared_variables(source) - set(environment.globals)),
+        inputs=frozenset(tracker.undeclared_identifiers - set(environment.globals)),
         keys=frozenset(n.attr for n in source.find_all(nodes.Getattr))
         | {n.value for n in source.find_all(nodes.Const) if isinstance(n.value, str)},
         generation=GENERATION_MARKS[0] in data,
@@ -210,18 +237,41 @@ def render_chat(
         marks_generation: Put `GENERATION_MARKS` around what the template says the assistant says.
 
     Raises:
-        UserError: When the template is not valid jinja2.
+        ConfigError: When the template is no text, not valid jinja2, or needs more than its time and
+            memory.
         TemplateRefusal: When the template does not accept this conversation; carries its message.
     """
-    compiled = _compile(template, marks_generation)
-    try:
-        return compiled.render(
-            {"tools": None, "documents": None, **(variables or {})},
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
+    if not isinstance(template, str) or len(template) > _MOST_TEMPLATE_CHARACTERS:
+        kind = f"of {len(template)} characters" if isinstance(template, str) else repr(template)
+        raise ConfigError(
+            f"the chat template {kind[:_MOST_SHOWN]}: allowed is a text of up to"
+            f" {_MOST_TEMPLATE_CHARACTERS} characters"
         )
+    inputs = {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(variables or {}),
+    }
+    try:
+        if template in _OWN:
+            return render_here(template, inputs, marks_generation)
+        from torchtune_cp.data.template_process import render_apart  # not in that process itself
+
+        kind, text = render_apart(template, inputs, marks_generation)
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
+        kind, text = "refused", str(error)
+    if kind == "broken":
+        raise ConfigError(f"the chat template {_beginning(template)}: {text[:_MOST_SHOWN]}")
+    if kind == "refused":
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateRefusal(
-            f"the chat template does not accept this conversation (roles: {roles}): {error}"
-        ) from error
+            f"the chat template does not accept this conversation (roles: {roles}): {text}"
+        )
+    return text
+
+
+def _beginning(template: str) -> str:
+    shown = repr(template)
+    return shown if len(shown) <= _SHOWN_OF_TEMPLATE else f"{shown[:_SHOWN_OF_TEMPLATE]}..."

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtune_cp.data.chat_templates import GENERATION_MARKS, TemplateNames, TemplateRefusal
 from torchtune_cp.data.messages import REASONING_KEYS, Content, Message, text_of
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import ConfigError, UserError
 
 Turn = Mapping[str, Any]
 """A message as templates read it."""
@@ -61,6 +61,8 @@ def fit(render: Render, turns: Sequence[Turn], names: TemplateNames) -> tuple[li
             text = render(form, False)
             _check_kept(render, form, text, names)
             return form, text
+        except ConfigError:
+            raise  # the template is broken, whatever the conversation
         except UserError as error:
             errors.append(error)
     # What is left out says more than that a form is refused.

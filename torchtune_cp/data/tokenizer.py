@@ -40,6 +40,7 @@ from torchtune_cp.data.tokenizer_files import (
     tokenizer_folder,
 )
 from torchtune_cp.errors import UserError
+from torchtune_cp.models.values import is_whole, shown
 
 
 class HFTokenizer:
@@ -81,8 +82,8 @@ class HFTokenizer:
             generated_files: Files that `save` writes, by name (they win over copied ones).
             name: What error messages call this tokenizer.
         """
-        if max_seq_len is not None and max_seq_len < 1:
-            raise UserError(f"tokenizer.max_seq_len must be 1 or more, not {max_seq_len}")
+        if max_seq_len is not None and not (is_whole(max_seq_len) and max_seq_len >= 1):
+            raise UserError(f"tokenizer.max_seq_len must be 1 or more, not {shown(max_seq_len)}")
         self.max_seq_len = max_seq_len
         self.chat_template = chat_template
         self._name = name

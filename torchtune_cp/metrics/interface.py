@@ -39,6 +39,9 @@ _KEYS = {
     "resume",
 }
 
+#: Keys of loggers that say something of a run and decide nothing: they are given masked.
+LABELS = ("name", "run_name", "notes", "description", "tags", "job_type", "group", "config")
+
 
 class MetricLogger(Protocol):
     """Takes scalars step by step. Made on rank 0 only."""

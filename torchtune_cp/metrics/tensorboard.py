@@ -1,5 +1,6 @@
 """Writes TensorBoard event files."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.secrets import is_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
     Scalar,
@@ -103,6 +105,9 @@ class TensorBoardLogger:
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown's code block
         self._writer.add_text("config", indented, global_step=0)
         self._writer.flush()
+        if is_private(text):
+            for path in self.log_dir.glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                path.chmod(0o600)
 
     def close(self) -> None:
         """Write out and close the event file."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.secrets import write_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
     Scalar,
@@ -105,7 +106,7 @@ class DiskLogger:
     def log_config(self, config: Any) -> None:
         """Write the resolved config, secrets masked, to ``<log name>.config.yaml``."""
         path = self._path.with_suffix(".config.yaml")
-        path.write_text(yaml.safe_dump(loggable_config(config), sort_keys=False), encoding="utf-8")
+        write_private(path, yaml.safe_dump(loggable_config(config), sort_keys=False))
 
     def close(self) -> None:
         """Close the file."""

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
-from torchtune_cp.config.secrets import mask_secrets, mask_text
+from torchtune_cp.config.secrets import is_private, mask_secrets, mask_text, write_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
+    LABELS,
     Scalar,
     loggable_config,
     needs_package,
@@ -27,7 +28,6 @@ _CONFIG_NAME = "torchtune_config.yaml"
 _NOTE = "wandb_run_id"
 #: Arguments and variables with which users say themselves which run it is.
 _USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
-_SHOWN = ("name", "notes", "tags", "job_type", "config")
 _USERS_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
 
 
@@ -99,7 +99,8 @@ class WandBLogger:
         unknown = {key: value for key, value in init_args.items() if key not in known}
         refuse_unknown_keys("WandBLogger", unknown, {"log_dir", *known})
         init_args = {key: value for key, value in init_args.items() if key in known}
-        init_args |= {name: mask_secrets(init_args[name]) for name in _SHOWN if name in init_args}
+        init_args["group"] = group
+        init_args |= {name: mask_secrets(init_args[name]) for name in LABELS if name in init_args}
         folder = init_args.pop("dir", None) or log_dir
         self._owned = wandb.run is None
         self._logged_step: int | None = None
@@ -120,7 +121,6 @@ class WandBLogger:
                     self._run = wandb.init(
                         project=project,
                         entity=entity,
-                        group=group,
                         dir=None if folder is None else str(folder),
                         **init_args,
                     )
@@ -158,7 +158,10 @@ class WandBLogger:
         # A file inside the run's folder is uploaded from there; one elsewhere would become a link.
         path = Path(self._run.dir) / _CONFIG_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
+        text = yaml.safe_dump(masked, sort_keys=False)
+        write_private(path, text)
+        if is_private(text) and self._owned:
+            Path(self._run.dir).parent.chmod(0o700)  # W&B's own files beside it say the same
         self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self) -> None:

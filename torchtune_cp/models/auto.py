@@ -35,7 +35,7 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> La
     """
     path = Path(checkpoint_dir) / "config.json"
     try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
+        hf = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise NotFoundHereError(
             f"checkpoint_dir is {str(checkpoint_dir)!r}: cannot read {path} ({error.strerror}); give "
@@ -46,6 +46,14 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> La
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds a JSON {type(hf).__name__}, allowed is an object")
     return model_from_hf_config(hf, max_seq_len=max_seq_len)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        double = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"{double!r} stands in it twice")
+    return found
 
 
 def model_from_hf_config(hf: Mapping[str, Any], *, max_seq_len: int | None = None) -> LanguageModel:

@@ -4,6 +4,7 @@ from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.config import DecoderConfig, RopeScaling
 from torchtune_cp.models.mlp import scale_hidden_dim_for_mlp
 from torchtune_cp.models.transformer import TransformerDecoder
+from torchtune_cp.models.values import is_number, is_whole, shown
 
 
 def build_decoder(
@@ -60,10 +61,12 @@ def build_decoder(
             f"attn_dropout is {attn_dropout}, allowed is 0.0: attention that is distributed along "
             "the sequence has no dropout"
         )
+    if not is_whole(embed_dim):
+        raise ConfigError(f"embed_dim is {shown(embed_dim)}, allowed is an integer from 1 on")
     if head_dim is None:
-        if num_heads < 1 or embed_dim % num_heads:
+        if not is_whole(num_heads) or num_heads < 1 or embed_dim % num_heads:
             raise ConfigError(
-                f"num_heads is {num_heads} and embed_dim is {embed_dim}: num_heads must divide "
+                f"num_heads is {shown(num_heads)} and embed_dim is {embed_dim}: num_heads must divide "
                 "embed_dim unless head_dim is given"
             )
         head_dim = embed_dim // num_heads
@@ -82,7 +85,7 @@ def build_decoder(
                 else intermediate_dim
             ),
             max_seq_len=max_seq_len,
-            rope_base=float(rope_base),
+            rope_base=float(rope_base) if is_number(rope_base) else rope_base,
             rope_scaling=rope_scaling,
             norm_eps=norm_eps,
             tie_word_embeddings=tie_word_embeddings,

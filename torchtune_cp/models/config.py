@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torchtune_cp.errors import ConfigError
+from torchtune_cp.models.values import is_number, require_sizes, shown, too_many_parameters
 
 RopeScalingType = Literal["linear", "llama3"]
 
@@ -39,6 +40,13 @@ class RopeScaling:
         Raises:
             ConfigError: If the factor is below 1, or the two llama3 factors are not in order.
         """
+        wrong = [
+            f"rope scaling: {name} is {shown(getattr(self, name))}, allowed is a number"
+            for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
+            if not is_number(getattr(self, name))
+        ]
+        if wrong:
+            raise ConfigError(wrong)
         if self.factor < 1:
             raise ConfigError(f"rope scaling: factor is {self.factor}, allowed is 1 or more")
         if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -186,21 +194,9 @@ class DecoderConfig:
         Raises:
             ConfigError: With every problem found, one line each.
         """
-        problems = [
-            f"{name} is {getattr(self, name)}, allowed is 1 or more"
-            for name in (
-                "vocab_size",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "embed_dim",
-                "intermediate_dim",
-                "max_seq_len",
-            )
-            if getattr(self, name) < 1
-        ]
-        if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
+        require_sizes(self)
+        problems = []
+        if self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}: "
                 "num_kv_heads must divide num_heads"
@@ -214,5 +210,8 @@ class DecoderConfig:
             problems.append(
                 f"sliding_window is {self.sliding_window}, allowed is 1 or more, or null for none"
             )
+        width = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        per_layer = self.embed_dim * (width + 3 * self.intermediate_dim)
+        problems += too_many_parameters(self.num_layers * per_layer)
         if problems:
             raise ConfigError(problems)

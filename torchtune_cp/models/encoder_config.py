@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.config import RopeScaling
+from torchtune_cp.models.values import is_whole, require_sizes, shown, too_many_parameters
 
 
 @dataclass(frozen=True)
@@ -55,28 +56,19 @@ class EncoderConfig:
         Raises:
             ConfigError: With every problem found, one line each.
         """
+        require_sizes(self)
         problems = [
-            f"{name} is {getattr(self, name)}, allowed is 1 or more"
-            for name in (
-                "vocab_size",
-                "num_layers",
-                "num_heads",
-                "embed_dim",
-                "intermediate_dim",
-                "max_seq_len",
-            )
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}, allowed is 0 to vocab_size - 1 = {self.vocab_size - 1}"
+            f"{name} is {shown(getattr(self, name))}, allowed is 0 to vocab_size - 1 = {self.vocab_size - 1}"
             for name in ("mask_token_id", "pad_token_id")
-            if not 0 <= getattr(self, name) < self.vocab_size
+            if not (is_whole(value := getattr(self, name)) and 0 <= value < self.vocab_size)
         ]
-        if self.num_heads >= 1 and self.embed_dim % (2 * self.num_heads):
+        if self.embed_dim % (2 * self.num_heads):
             problems.append(
                 f"num_heads is {self.num_heads} and embed_dim is {self.embed_dim}: rotary positions "
                 "need heads of an even width, so 2 x num_heads must divide embed_dim"
             )
+        per_layer = self.embed_dim * (4 * self.embed_dim + 2 * self.intermediate_dim)
+        problems += too_many_parameters(self.num_layers * per_layer)
         if problems:
             raise ConfigError(problems)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.config import DecoderConfig, RopeScaling
 from torchtune_cp.models.hf_names import FAMILIES
+from torchtune_cp.models.values import require_hf_types, shown
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -41,7 +42,7 @@ _USE_SLIDING_WINDOW_SWITCH = ("qwen2", "qwen3")
 
 
 def _refuse(key: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"config.json: {key} is {value!r}, allowed is {allowed}")
+    return ConfigError(f"config.json: {key} is {shown(value)}, allowed is {allowed}")
 
 
 def _rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +161,7 @@ def decoder_config_from_hf(
         ConfigError: If the model type or a feature is not supported, or a key is missing; the
             message names the key.
     """
+    require_hf_types(hf)
     family = hf.get("model_type")
     if family not in FAMILIES:
         raise _refuse("model_type", family, f"one of {', '.join(FAMILIES)}, esm")

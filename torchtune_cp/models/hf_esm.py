@@ -10,6 +10,7 @@ from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.encoder import TransformerEncoder
 from torchtune_cp.models.encoder_config import EncoderConfig
 from torchtune_cp.models.rope import inverse_frequencies
+from torchtune_cp.models.values import require_hf_types
 
 _REQUIRED = (
     "vocab_size",
@@ -68,6 +69,7 @@ def encoder_config_from_hf(
     Raises:
         ConfigError: If a feature is not supported, or a key is missing; the message names the key.
     """
+    require_hf_types(hf)
     missing = [key for key in _REQUIRED if hf.get(key) is None]
     if missing:
         raise ConfigError(f"config.json: {', '.join(missing)} missing")
@@ -105,7 +107,7 @@ def encoder_config_from_hf(
         mask_token_id=hf["mask_token_id"],
         pad_token_id=hf["pad_token_id"],
         bos_token_id=hf.get("bos_token_id"),
-        eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        eos_token_id=next(iter(eos), None) if isinstance(eos, list) else eos,
         initializer_range=hf.get("initializer_range", 0.02),
     )
 

@@ -16,6 +16,7 @@ from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig, resolved_dict
 from torchtune_cp.config.output_dir import METRICS_NAME, NOTES_NAME
+from torchtune_cp.config.secrets import is_private
 from torchtune_cp.distributed import ParallelDims
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import set_metrics_aside
@@ -130,6 +131,12 @@ def restore(
         for key in ("optimizer", "lr_scheduler")
         if saved["config"].get(key) != record["config"].get(key)
     ]
+    # Their values are not in the checkpoint, so nobody can tell: those of now count.
+    changed += [
+        f"{key} has values from the environment and may have"
+        for key in ("optimizer", "lr_scheduler")
+        if key not in changed and is_private(str(record["config"].get(key)))
+    ]
     if state.scheduler is not None and saved["total_steps"] != position.total_steps:
         changed.append(f"the number of steps ({saved['total_steps']} before)")
     state.restore(
@@ -140,7 +147,7 @@ def restore(
         same_mesh=same_mesh,
         same_hyperparameters=not changed,
     )
-    if record["config"]["enable_fp8_training"]:
+    if record["config"]["enable_fp8_training"] is not False:  # masked, it may be either
         precompute_float8_scales(state.model)  # as after every step
     _say(saved, record, position, changed, same_mesh)
 

@@ -10,13 +10,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.checkpointing.resume_point import ResumePoint
-from torchtune_cp.config import FullFinetuneConfig, component_callable, instantiate
+from torchtune_cp.config import (
+    FullFinetuneConfig,
+    component_callable,
+    instantiate,
+    resolved_dict,
+)
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.data.token_ids import CheckedIds
@@ -26,6 +31,7 @@ from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
 from torchtune_cp.errors import UserError
+from torchtune_cp.metrics.interface import LABELS
 from torchtune_cp.metrics.report import RunReport
 from torchtune_cp.metrics.run_notes import RunNotes
 from torchtune_cp.models import LanguageModel, TransformerDecoder, TransformerEncoder
@@ -298,10 +304,10 @@ def build_report(
         clear_earlier_report(cfg)
     logger = None
     if is_rank_zero() and cfg.metric_logger is not None:
-        given = {}
+        given: dict[str, Any] = {}
         if "run_notes" in inspect.signature(component_callable(cfg.metric_logger)).parameters:
             given["run_notes"] = RunNotes(cfg.output_dir, resume_step)
-        logger = instantiate(cfg.metric_logger, **given)
+        logger = instantiate(cfg.metric_logger, **given, **_masked_labels(cfg))
         logger.log_config(cfg)
     return RunReport(
         cfg.output_dir,
@@ -313,6 +319,23 @@ def build_report(
         log_memory=cfg.log_peak_memory_stats,
         resume_step=resume_step,
     )
+
+
+def _masked_labels(cfg: FullFinetuneConfig) -> dict[str, Any]:
+    """What the config's logger may say of the run: the labels among its arguments, without secrets."""
+    node, masked = cfg.metric_logger, resolved_dict(cfg)["metric_logger"]
+    if node is None or not isinstance(masked, dict):
+        return {}  # all of it is from the environment: what the logger masks itself has to do
+    labels = {}
+    for name in LABELS:
+        if name in masked:
+            real, shown = node[name], masked[name]
+            if OmegaConf.is_list(real) and isinstance(shown, str):
+                shown = [shown]
+            elif OmegaConf.is_dict(real) and isinstance(shown, str):
+                shown = {name: shown}
+            labels[name] = shown
+    return labels
 
 
 def build_tokenizer(cfg: FullFinetuneConfig) -> Any:
