@@ -141,7 +141,8 @@ def node_problems(
         return error.problems
     names = [name for name in tree if name != COMPONENT]
     problems = _signature_problems(component, path, key, names, positional, supplied)
-    problems += type_problems(component, key, {name: tree[name] for name in names})
+    plain = {n: v for n, v in tree.items() if not (isinstance(v, dict) and COMPONENT in v)}
+    problems += type_problems(component, key, {n: v for n, v in plain.items() if n != COMPONENT})
     return problems + _argument_problems(tree, key)
 
 

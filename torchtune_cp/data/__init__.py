@@ -40,6 +40,7 @@ COMPONENTS = {
         "llama2_tokenizer",
         "llama3_tokenizer",
         "mistral_tokenizer",
+        "qwen2_tokenizer",
         "qwen2_5_tokenizer",
         "qwen3_tokenizer",
     ),
