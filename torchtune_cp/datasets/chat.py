@@ -54,8 +54,7 @@ class MessagesReader:
         self._new_system_prompt = new_system_prompt
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """See `RowReader`."""
-        self._to_messages(row)
+        """See `RowReader`; `tokenize` looks at everything."""
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """See `RowReader`."""
@@ -105,6 +104,7 @@ def chat_dataset(
     overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
+    num_proc: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
     """Conversations of one or more turns, written out by the tokenizer's chat template.
@@ -132,6 +132,7 @@ def chat_dataset(
             "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for malformed conversations and those the template refuses.
         max_rows: Read only the first so many rows.
+        num_proc: The most processes that read and tokenise; None = one a core. Few rows need one.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
 
     Raises:
@@ -157,6 +158,7 @@ def chat_dataset(
         source=source,
         split=split,
         max_rows=max_rows,
+        num_proc=num_proc,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,

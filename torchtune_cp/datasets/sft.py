@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from torchtune_cp.data.packing import Int64
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.source import Rows
+from torchtune_cp.datasets.token_store import Job, stored_tokens
+from torchtune_cp.datasets.token_table import MALFORMED, Int32, Outcome, TokenTable, joined
 from torchtune_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +24,7 @@ logger = logging.getLogger(__name__)
 OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
 BAD_ROW_POLICIES = ("error", "skip")
 
-IntArray = np.ndarray[Any, np.dtype[np.int32]]
+EMPTY, UNKNOWN = "empty", "unknown"
 
 
 class EmptyRow(Exception):
@@ -28,17 +32,40 @@ class EmptyRow(Exception):
 
 
 class UnknownText(Exception):
-    """The row has characters that the tokenizer does not know; it is left out and counted."""
+    """The row has characters that the tokenizer does not know, these; it is left out and counted."""
 
 
 class RowReader(Protocol):
-    """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it."""
+    """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it.
 
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out."""
+    What they do depends on the row alone, and readers can be pickled: rows are shared out to processes.
+    """
+
+    def check(self, row: Mapping[str, Any]) -> str | None:
+        """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out.
+
+        Returns:
+            The characters of the row that the tokenizer does not know, where the reader tells.
+        """
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on."""
+
+
+def outcome_of(reader: RowReader, row: Mapping[str, Any]) -> Outcome:
+    """What becomes of a row: its tokens and labels, or the cause for which it gives no sample."""
+    try:
+        unknown = reader.check(row)
+        tokens, labels = reader.tokenize(row)
+        if len(tokens) != len(labels):
+            raise UserError(f"{len(tokens)} tokens but {len(labels)} labels; each needs one")
+    except EmptyRow:
+        return Outcome(cause=EMPTY)
+    except UnknownText as found:
+        return Outcome(cause=UNKNOWN, note=str(found))
+    except UserError as error:
+        return Outcome(cause=MALFORMED, note=str(error))
+    return Outcome(tokens, labels, note=unknown)
 
 
 @dataclass
@@ -53,8 +80,7 @@ class DatasetStats:
             config says so.
         bad_skipped: Malformed rows, skipped under `on_bad_row: skip`.
         short_skipped: Rows of fewer tokens than `min_tokens`, skipped.
-        truncated: Rows cut to `max_seq_len`. Cutting happens when a sample is read, so these are the
-            rows cut so far in this process; `SFTDataset.count_overlong` tells them all.
+        truncated: Rows cut to `max_seq_len`.
         dropped: Rows longer than `max_seq_len`, left out under `overlong: drop`.
         split: Rows longer than `max_seq_len`, made into several samples under `overlong: split`.
         blank_lines: Blank lines in JSON lines files; they are no rows, and row numbers in messages
@@ -110,11 +136,8 @@ class DatasetStats:
 class SFTDataset(Dataset):
     """A map-style dataset of `{"tokens", "labels"}`, both lists of int of the same length.
 
-    All rows are checked when the dataset is made, so that a malformed row shows before training
-    starts, not hours into it. Rows are tokenised when they are read, except where the number of
-    samples depends on their lengths (`overlong` "split", "drop" or "error" with a `max_seq_len`,
-    `min_tokens`, or `on_bad_row: skip`): then they are tokenised once, at the start, and kept in
-    memory at 8 bytes a token at most.
+    All rows are tokenised when the dataset is made, by several processes where they are many, so that
+    a malformed row shows before training starts, not hours into it; see `stored_tokens`.
 
     Over-long rows (more than `max_seq_len` tokens):
         truncate: the first `max_seq_len` tokens are kept (no end-of-text token is put at the cut: the
@@ -143,8 +166,10 @@ class SFTDataset(Dataset):
         name: str = "the dataset",
         blank_lines: int = 0,
         partial: bool = False,
+        cached: bool = False,
+        num_proc: int | None = None,
     ) -> None:
-        """Check the rows and lay out the samples.
+        """Tokenise the rows and lay out the samples.
 
         Args:
             rows: The data.
@@ -158,6 +183,9 @@ class SFTDataset(Dataset):
             blank_lines: Lines of the source that gave no row, for `stats`.
             partial: Whether these are some rows of more: then none need be left, and there is no warning
                 about cut ones.
+            cached: Keep the tokens on disk where the rows are many, and use several processes: the
+                content of rows and reader must then be told by their attributes.
+            num_proc: The most processes that tokenise; None = one a core.
 
         Raises:
             UserError: For an unknown policy; for a malformed or over-long row under "error", naming
@@ -174,93 +202,110 @@ class SFTDataset(Dataset):
             )
         if max_seq_len is not None and max_seq_len < 1:
             raise UserError(f"dataset.max_seq_len must be 1 or more, not {max_seq_len}")
+        if num_proc is not None and num_proc < 1:
+            raise UserError(f"dataset.num_proc must be 1 or more, not {num_proc}")
         self._rows = rows
-        self._reader = reader
         self.max_seq_len = max_seq_len
         self.overlong = overlong
         self._on_bad_row = on_bad_row
         self._min_tokens = min_tokens
         self._name = name
         self._partial = partial
-        self._truncated_rows: set[int] = set()
         self._stats = DatasetStats(blank_lines=blank_lines)
         self._first_bad = ""
-        # One entry a sample: its row, and where in the row's tokens it begins.
-        self._sample_row: list[int] = []
-        self._sample_start: list[int] = []
-        self._kept: dict[int, tuple[IntArray, IntArray]] = {}
-        self._eager = (
-            (max_seq_len is not None and overlong != "truncate")
-            or on_bad_row == "skip"
-            or min_tokens > 0
+        job = Job(
+            rows,
+            functools.partial(outcome_of, reader),
+            content=reader if cached else None,
+            name=name,
+            num_proc=num_proc,
+            refuse=self._refuse if on_bad_row == "error" else None,
         )
-        self._lay_out(max_rows_used)
+        self._lay_out(job, max_rows_used)
 
-    def _lay_out(self, max_rows_used: int | None) -> None:
-        used = 0
-        # Tables iterate far faster than they index. What cannot iterate (files) may fail at one row
-        # and still give the next.
-        in_order = iter(self._rows) if isinstance(self._rows, Iterable) else None
-        for index in range(len(self._rows)):
-            if max_rows_used is not None and used >= max_rows_used:
-                break
-            self._stats.rows += 1
-            starts = self._starts(index, in_order)
-            self._sample_row.extend([index] * len(starts))
-            self._sample_start.extend(starts)
-            used += bool(starts)
+    def _lay_out(self, job: Job, max_rows_used: int | None) -> None:
+        parts: list[TokenTable] = []
+        looked_at = used = 0
+        while not parts or (looked_at < len(self._rows) and used < (max_rows_used or 0)):
+            # No more rows than may be needed: there may be far more.
+            end = len(self._rows)
+            if max_rows_used is not None:
+                end = min(end, max(max_rows_used, 2 * looked_at))
+            parts.append(stored_tokens(job, looked_at, end))
+            looked_at = end
+            self._tokens = joined(parts)
+            pieces = self._pieces()
+            used = int(np.count_nonzero(pieces))
+        if max_rows_used and used >= max_rows_used:
+            looked_at = int(np.flatnonzero(pieces)[max_rows_used - 1]) + 1
+            pieces = pieces[:looked_at]
+        self._count(looked_at)
+        # One entry a sample: its row, and where in the row's tokens it begins.
+        self._sample_row = np.repeat(np.arange(looked_at), pieces)
+        nth = np.arange(len(self._sample_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._sample_start = nth * (self.max_seq_len or 0)
         self._stats.samples = len(self._sample_row)
-        if not self._sample_row and not self._partial:
+        if not len(self._sample_row) and not self._partial:
             raise UserError(f"no samples in {self._name}: {self.describe_stats()}{self._first_bad}")
 
-    def _starts(self, index: int, in_order: Iterator[Mapping[str, Any]] | None) -> list[int]:
-        """Where the samples of a row begin in its tokens; [] when the row is skipped."""
-        try:
-            row = self._rows[index] if in_order is None else next(in_order)
-            self._reader.check(row)
-            if not self._eager:
-                return [0]
-            tokens, labels = self._reader.tokenize(row)
-        except EmptyRow:
-            self._stats.empty_skipped += 1
-            return []
-        except UnknownText:
-            self._stats.unknown_skipped += 1
-            return []
-        except UserError as error:
-            if self._on_bad_row == "skip":
-                self._stats.bad_skipped += 1
-                if self._stats.bad_skipped == 1:
-                    self._first_bad = f"; the first malformed one: {self._place(index)}: {error}"
-                logger.info("skipped %s: %s", self._place(index), error)
-                return []
+    def _pieces(self) -> Int64:
+        """How many samples each row gives."""
+        lengths = self._tokens.lengths
+        pieces = (self._tokens.has_sample & (lengths >= self._min_tokens)).astype(np.int64)
+        if self.max_seq_len is not None and self.overlong == "drop":
+            pieces[lengths > self.max_seq_len] = 0
+        if self.max_seq_len is not None and self.overlong == "split":
+            pieces *= np.maximum(1, -(-lengths // self.max_seq_len))
+        return pieces
+
+    def _count(self, rows: int) -> None:
+        """Count what became of the first so many rows; UserError for the first that is refused."""
+        stats, lengths = self._stats, self._tokens.lengths[:rows]
+        has_sample = self._tokens.has_sample[:rows]
+        short = has_sample & (lengths < self._min_tokens)
+        limit = np.inf if self.max_seq_len is None else self.max_seq_len
+        long = np.flatnonzero(has_sample & ~short & (lengths > limit))
+        refused = int(long[0]) if len(long) and self.overlong == "error" else rows
+        for row, cause, note in self._tokens.notes():
+            if row >= refused:
+                break
+            if cause == MALFORMED:
+                self._skip(row, str(note))
+                continue
+            stats.empty_skipped += cause == EMPTY
+            stats.unknown_skipped += cause == UNKNOWN
+            stats.unknown_rows += bool(note)
+            stats.unknown_residues.update(note or "")
+        if refused < rows:
             raise UserError(
-                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
-            ) from error
-        length = len(tokens)
-        if length < self._min_tokens:
-            self._stats.short_skipped += 1
-            return []
-        starts = [0]
-        if self.max_seq_len is not None and length > self.max_seq_len:
-            if self.overlong == "error":
-                raise UserError(
-                    f"{self._place(index)} has {length} tokens, more than max_seq_len "
-                    f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
-                )
-            if self.overlong == "drop":
-                self._stats.dropped += 1
-                return []
-            if self.overlong == "split":
-                self._stats.split += 1
-                starts = list(range(0, length, self.max_seq_len))
-        token_array = np.asarray(tokens, dtype=np.int32)
-        same = labels == tokens
-        self._kept[index] = (
-            token_array,
-            token_array if same else np.asarray(labels, dtype=np.int32),
-        )
-        return starts
+                f"{self._place(refused)} has {lengths[refused]} tokens, more than max_seq_len "
+                f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
+            )
+        stats.rows = rows
+        stats.short_skipped = int(np.count_nonzero(short))
+        stats.dropped = len(long) if self.overlong == "drop" else 0
+        stats.split = len(long) if self.overlong == "split" else 0
+        stats.truncated = len(long) if self.overlong == "truncate" else 0
+        if stats.truncated and not self._partial:
+            logger.warning(
+                "%s has %d tokens and is cut to max_seq_len %d, and %d further rows are cut "
+                "(overlong: split, drop or error handle them otherwise)",
+                *(self._place(long[0]), lengths[long[0]], limit, stats.truncated - 1),
+            )
+
+    def _refuse(self, row: int, outcome: Outcome) -> None:
+        if outcome.cause == MALFORMED:
+            raise UserError(
+                f"{self._place(row)}: {outcome.note} (on_bad_row: skip leaves such rows out)"
+            )
+
+    def _skip(self, row: int, what: str) -> None:
+        if self._on_bad_row == "error":
+            self._refuse(row, Outcome(cause=MALFORMED, note=what))
+        self._stats.bad_skipped += 1
+        if self._stats.bad_skipped == 1:
+            self._first_bad = f"; the first malformed one: {self._place(row)}: {what}"
+        logger.info("skipped %s: %s", self._place(row), what)
 
     def _place(self, index: int) -> str:
         place_of = getattr(self._rows, "place_of", None)
@@ -268,80 +313,41 @@ class SFTDataset(Dataset):
 
     def place_of(self, index: int) -> str:
         """How messages name sample `index`: by its row or file."""
-        return self._place(self._sample_row[index])
+        return self._place(int(self._sample_row[index]))
 
     @property
     def stats(self) -> DatasetStats:
-        """What became of the rows; `truncated` counts those read so far in this process."""
-        self._stats.truncated = len(self._truncated_rows)
+        """What became of the rows."""
         return self._stats
 
     def describe_stats(self) -> str:
         """The counts in words, those that are zero left out."""
         return self.stats.describe()
 
-    def count_overlong(self) -> int:
-        """Number of rows with samples that are longer than `max_seq_len`; looks at all of them."""
-        if self.max_seq_len is None:
-            return 0
-        return sum(self._row_tokens(row) > self.max_seq_len for row in set(self._sample_row))
-
-    def _row_tokens(self, index: int) -> int:
-        """How many tokens a row has, without making them where the reader can tell."""
-        if index in self._kept:
-            return len(self._kept[index][0])
-        count = getattr(self._reader, "count_tokens", None)
-        return len(self._tokenized(index)[0]) if count is None else int(count(self._rows[index]))
-
-    def _tokenized(self, index: int) -> tuple[list[int], list[int]]:
-        if index in self._kept:
-            tokens, labels = self._kept[index]
-            return tokens.tolist(), labels.tolist()
-        try:
-            return self._reader.tokenize(self._rows[index])
-        except UserError as error:
-            raise UserError(
-                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
-            ) from error
+    @property
+    def lengths(self) -> Int64:
+        """int64 [samples]: the tokens of each."""
+        left = self._tokens.lengths[self._sample_row] - self._sample_start
+        return left if self.max_seq_len is None else np.minimum(left, self.max_seq_len)
 
     def token_count(self, index: int) -> int:
-        """How many tokens sample `index` has, without making them where the reader can tell."""
-        tokens = self._row_tokens(self._sample_row[index]) - self._sample_start[index]
-        return tokens if self.max_seq_len is None else min(tokens, self.max_seq_len)
+        """How many tokens sample `index` has, without making them."""
+        left = int(self._tokens.lengths[self._sample_row[index]] - self._sample_start[index])
+        return left if self.max_seq_len is None else min(left, self.max_seq_len)
+
+    def read(self, index: int, start: int, length: int | None) -> tuple[Int32, Int32]:
+        """(tokens, labels), int32 [length] each, of a part of sample `index`; not to be written to."""
+        row, begin = int(self._sample_row[index]), int(self._sample_start[index])
+        return self._tokens.read(row, begin + start, length)
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._sample_row)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Sample `index`: "tokens" and "labels" (not shifted; -100 = not trained on).
-
-        Raises:
-            UserError: When the row cannot be tokenised, naming it.
-        """
-        row, start = self._sample_row[index], self._sample_start[index]
-        if row in self._kept:
-            tokens, labels = self._kept[row]
-            stop = None if self.max_seq_len is None else start + self.max_seq_len
-            if stop is not None and self.overlong == "truncate" and len(tokens) > stop:
-                self._note_truncated(row, len(tokens))
-            return {"tokens": tokens[start:stop].tolist(), "labels": labels[start:stop].tolist()}
-        token_list, label_list = self._tokenized(row)
-        if self.max_seq_len is not None and len(token_list) > self.max_seq_len:
-            self._note_truncated(row, len(token_list))
-        limit = self.max_seq_len
-        return {"tokens": token_list[:limit], "labels": label_list[:limit]}
-
-    def _note_truncated(self, row: int, length: int) -> None:
-        if not self._truncated_rows and not self._partial:
-            logger.warning(
-                "%s has %d tokens and is cut to max_seq_len %d; further rows are cut without a "
-                "warning (overlong: split, drop or error handle them otherwise)",
-                self._place(row),
-                length,
-                self.max_seq_len,
-            )
-        self._truncated_rows.add(row)
+        """Sample `index`: "tokens" and "labels" (not shifted; -100 = not trained on)."""
+        tokens, labels = self.read(index, 0, self.max_seq_len)
+        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
 
 
 def sequence_limit(max_seq_len: int | None, tokenizer: HFTokenizer) -> int | None:

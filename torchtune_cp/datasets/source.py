@@ -22,7 +22,12 @@ class Rows(Protocol):
 
 
 def load_rows(
-    source: str, *, split: str | None = "train", max_rows: int | None = None, **kwargs: Any
+    source: str,
+    *,
+    split: str | None = "train",
+    max_rows: int | None = None,
+    num_proc: int | None = None,
+    **kwargs: Any,
 ) -> Rows:
     """Load a table of rows with `datasets.load_dataset`, without progress bars.
 
@@ -31,6 +36,7 @@ def load_rows(
             with `data_files`: local files, no network needed. Or a folder, or a hub data set's name.
         split: Which part, in the library's notation: "train", "train[:90%]", "train[100:]", ...
         max_rows: Take only the first so many rows.
+        num_proc: The most processes that the library may use; None = one.
         **kwargs: For `load_dataset`: `data_files`, `data_dir`, `name`, `revision`, ...
 
     Raises:
@@ -43,6 +49,10 @@ def load_rows(
         )
     if max_rows is not None and max_rows < 1:
         raise UserError(f"dataset.max_rows must be 1 or more, not {max_rows}")
+    if num_proc is not None and num_proc < 1:
+        raise UserError(f"dataset.num_proc must be 1 or more, not {num_proc}")
+    if num_proc is not None and num_proc > 1:
+        kwargs["num_proc"] = num_proc
     rows = _load(source, split, **kwargs)
     if max_rows is not None and len(rows) > max_rows:
         rows = rows.select(range(max_rows))
@@ -87,7 +97,7 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
     import datasets
 
     try:
-        with _quiet():
+        with quiet():
             return datasets.load_dataset(source, split=split, **kwargs)
     except Exception as error:
         # The library raises many unrelated types (of its own, of pyarrow, of the network stack); all
@@ -96,7 +106,7 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Neither bars nor log lines of the libraries: the error that follows says it all, once."""
     import datasets
     from huggingface_hub.utils import logging as hub_logging
