@@ -132,9 +132,8 @@ def test_a_conversation_the_template_refuses_names_the_row(
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     )
     assistant_first = {"messages": OPENAI["messages"][2:]}
-    ds = chat(tokenizer, jsonl(OPENAI, assistant_first))
     with pytest.raises(UserError, match=r"row 1 of .*roles: assistant, user, .*: user first"):
-        ds[1]
+        chat(tokenizer, jsonl(OPENAI, assistant_first))
     ds = chat(tokenizer, jsonl(OPENAI, assistant_first), on_bad_row="skip")
     assert (len(ds), ds.stats.bad_skipped) == (1, 1)
 

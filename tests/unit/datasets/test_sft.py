@@ -128,9 +128,9 @@ class TestBadRows:
 
     def test_the_first_row_that_is_refused_is_named_whatever_is_wrong_with_it(self) -> None:
         given = {"max_seq_len": 5, "overlong": "error"}
-        with pytest.raises(UserError, match="row 1 of .* has 9 tokens"):
+        with pytest.raises(UserError, match=r"row 1 of .* has 9 tokens"):
             dataset(3, 9, None, **given)
-        with pytest.raises(UserError, match="row 1 of .* column 'n' is null"):
+        with pytest.raises(UserError, match=r"row 1 of .* column 'n' is null"):
             dataset(3, None, 9, **given)
         assert lengths(dataset(3, 0, 4, None, 9, max_rows_used=2, **given)) == [3, 4]
 
