@@ -386,6 +386,27 @@ class TestCache:
         assert list(folder_dataset(texts)) == first
         assert "TUNE_CACHE_DIR chooses another folder" in caplog.text
 
+    def test_a_disk_that_takes_no_more_is_one_line_that_names_the_folder(
+        self, texts: Path, cache: Path
+    ) -> None:
+        import resource
+
+        (texts / "long.py").write_text("x" * 100_000)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for processes in (1, 2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+            try:
+                with pytest.raises(
+                    UserError, match=r"cannot be kept in .*TUNE_CACHE_DIR"
+                ) as raised:
+                    folder_dataset(texts, num_proc=processes)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert str(cache) in str(raised.value)
+            assert "File too large" in str(raised.value)
+            assert "\n" not in str(raised.value)
+        assert keys(cache) == set()
+
     def test_the_folder_is_the_users_cache_unless_chosen(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
