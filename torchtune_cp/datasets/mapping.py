@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,9 @@ _BYTES_A_BATCH = 8 << 20
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_processes_start = False
+#: The thread that has processes start, and the one that starts one.
+_mapping_thread: int | None = None
+_forking_thread: int | None = None
 
 
 class _OutcomesOfBatch:
@@ -158,23 +161,30 @@ def _own_environment() -> Iterator[None]:
 @contextmanager
 def _children_die_with_us() -> Iterator[None]:
     """Processes that are started here end when this one does, and by the signals that end any."""
-    global _processes_start
-    _processes_start = True
+    global _mapping_thread
+    _mapping_thread = threading.get_ident()
     try:
         yield
     finally:
-        _processes_start = False
+        _mapping_thread = None
+
+
+def _before_a_new_process() -> None:
+    global _forking_thread
+    _forking_thread = threading.get_ident()
 
 
 def _in_a_new_process() -> None:
-    if not _processes_start:
+    if _mapping_thread is None:
         return
     # A rank's own handlers would make a request to save of the signal that ends a process.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    if _LIBC is not None:
+    # The kernel means the thread, not the process: what takes a killed process's place is started by
+    # another, which ends earlier, and would be killed with a lock in its hands.
+    if _LIBC is not None and _forking_thread == _mapping_thread:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_a_new_process)
+    os.register_at_fork(before=_before_a_new_process, after_in_child=_in_a_new_process)
