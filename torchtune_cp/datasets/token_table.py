@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from torchtune_cp.data.packing import Int64
 from torchtune_cp.datasets.source import Rows
@@ -68,10 +68,44 @@ def table_of(outcomes: Iterable[Outcome]) -> pa.Table:
         same = outcome.labels == outcome.tokens
         columns[0].append(outcome.tokens)
         columns[1].append(None if same else outcome.labels)
-        columns[2].append(outcome.cause)
-        columns[3].append(outcome.note)
-    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+        columns[2].append(None if outcome.cause is None else outcome.cause.encode())
+        columns[3].append(None if outcome.note is None else outcome.note.encode())
+    arrays = [_array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+# The three below take what Arrow holds as it is: `pa.array` and `to_numpy` import pandas, which takes as
+# long as a small run's data does.
+
+
+def _lengths(column: pa.ChunkedArray) -> Int64:
+    """Of each list or string of a column, 0 where it is null."""
+    parts = [
+        np.diff(np.frombuffer(chunk.buffers()[1], np.int32, len(chunk) + 1, 4 * chunk.offset))
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+
+def _numbers(values: pa.Array) -> Int32:
+    if not len(values):
+        return np.zeros(0, np.int32)
+    return np.frombuffer(values.buffers()[1], np.int32, len(values), 4 * values.offset)
+
+
+def _array(values: Sequence[Sequence[int] | bytes | None], kind: pa.DataType) -> pa.Array:
+    """Lists or strings, some of them null."""
+    valid = np.packbits(np.array([v is not None for v in values], bool), bitorder="little")
+    ends = np.cumsum([0, *(len(value or ()) for value in values)])
+    assert ends[-1] < 1 << 31, "a batch is of fewer tokens"
+    head = [pa.py_buffer(valid), pa.py_buffer(ends.astype(np.int32))]
+    if pa.types.is_string(kind):
+        text = pa.py_buffer(b"".join(bytes(value) for value in values if value is not None))
+        return pa.Array.from_buffers(kind, len(values), [*head, text])
+    flat = np.fromiter(chain.from_iterable(value or () for value in values), np.int32, ends[-1])
+    tokens = pa.Array.from_buffers(pa.int32(), len(flat), [None, pa.py_buffer(flat)])
+    return pa.Array.from_buffers(kind, len(values), head, children=[tokens])
 
 
 class TokenTable:
@@ -91,9 +125,8 @@ class TokenTable:
         """
         self._table = pa.concat_tables(tables)
         self.files = list(files)
-        lengths = pc.fill_null(pc.list_value_length(self._table["tokens"]), 0)
-        self.lengths: Int64 = np.asarray(lengths, dtype=np.int64)
-        self.has_sample = np.asarray(self._table["cause"].is_null(), dtype=bool)
+        self.lengths: Int64 = _lengths(self._table["tokens"])
+        self.has_sample = _lengths(self._table["cause"]) == 0
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -102,21 +135,14 @@ class TokenTable:
     def notes(self) -> Iterator[tuple[int, str | None, str | None]]:
         """(row, cause, note) of every row that has a cause or a note."""
         cause, note = self._table["cause"], self._table["note"]
-        rows = np.flatnonzero(~(self.has_sample & np.asarray(note.is_null(), dtype=bool)))
-        chosen = pa.array(rows)
-        return zip(
-            rows.tolist(),
-            cause.take(chosen).to_pylist(),
-            note.take(chosen).to_pylist(),
-            strict=True,
-        )
+        rows = np.flatnonzero(~self.has_sample | (_lengths(note) > 0))
+        return ((row, cause[row].as_py(), note[row].as_py()) for row in rows.tolist())
 
     def read(self, row: int, start: int = 0, length: int | None = None) -> tuple[Int32, Int32]:
         """(tokens, labels), int32 [length] each, of a part of a row's sample; not to be written to."""
-        tokens = self._table["tokens"][row].values
-        labels = self._table["labels"][row].values
-        part = tokens.slice(start, length).to_numpy()
-        return part, part if labels is None else labels.slice(start, length).to_numpy()
+        tokens, labels = (self._table[column][row].values for column in ("tokens", "labels"))
+        part = _numbers(tokens.slice(start, length))
+        return part, part if labels is None else _numbers(labels.slice(start, length))
 
     def __reduce__(self) -> Any:
         # A loader's worker maps the files too, instead of being sent their contents.

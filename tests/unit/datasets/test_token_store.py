@@ -217,6 +217,17 @@ class TestProcesses:
             assert os.environ.get("TOKENIZERS_PARALLELISM") == threads
 
 
+def test_a_small_folder_of_texts_imports_neither_datasets_nor_pandas() -> None:
+    code = (
+        "import sys; from torchtune_cp.data import byte_tokenizer\n"
+        "from torchtune_cp.datasets import text_folder_dataset\n"
+        "text_folder_dataset(byte_tokenizer(), None, glob='heapq.py', max_seq_len=256)[0]\n"
+        "print({'datasets', 'pandas'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 _SLOW = """
 import sys, time
 from torchtune_cp.data import HFTokenizer, byte_tokenizer
