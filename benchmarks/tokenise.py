@@ -1,8 +1,9 @@
 """Rows a second from files to samples, nothing being cached: this checkout against an earlier one.
 
-python -m benchmarks.tokenise --before FOLDER [--rows 20000] [--rounds 3]
+python -m benchmarks.tokenise --before 7cd56ce [--rows 20000] [--rounds 3]
+python -m benchmarks.tokenise --rows 1000000 --rounds 1
 
-FOLDER is a checkout of the commit to compare with (`git worktree add`). Short rows made of the standard
+`--before` is the commit to compare with. Short rows made of the standard
 library's sources, with a BPE tokenizer trained on them: text, conversations with a chat template, and
 proteins, each packed. Every start is a process of its own; the two checkouts take turns. Seconds are
 those from the call of the factory to the last pack's place, without imports; `cpu` counts all processes.
@@ -22,6 +23,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +130,17 @@ def _start(checkout: Path, case: str, folder: Path) -> dict[str, float]:
     return found
 
 
+def _check_out(commit: str, folder: Path) -> None:
+    folder.mkdir()
+    tree = subprocess.run(
+        ["git", "archive", commit], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True
+    ).stdout
+    subprocess.run(["tar", "x", "-C", str(folder)], input=tree, check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument("--before", help="the commit to compare with")
     parser.add_argument("--rows", type=int, default=20000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--once", choices=CASES, help=argparse.SUPPRESS)
@@ -142,11 +152,12 @@ def main() -> None:
     from benchmarks.common import ratio, write_results
 
     checkouts = {"after": CHECKOUT}
-    if args.before is not None:
-        checkouts = {"before": args.before.resolve(), **checkouts}
     results = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if args.before is not None:
+            checkouts = {"before": folder / "before", **checkouts}
+            _check_out(args.before, folder / "before")
         make_data(folder, args.rows)
         for case in CASES:
             found: dict[str, list[dict[str, float]]] = {who: [] for who in checkouts}
@@ -156,6 +167,7 @@ def main() -> None:
             tokens = {start["tokens"] for starts in found.values() for start in starts}
             assert len(tokens) == 1, f"different tokens: {tokens}"
             row: dict[str, Any] = {"rows": case, "count": args.rows}
+            row |= {name: version(name) for name in ("datasets", "tokenizers")}
             row["tokens_a_row"] = round(tokens.pop() / args.rows, 1)
             for who, starts in found.items():
                 seconds = statistics.median(start["seconds"] for start in starts)
@@ -167,7 +179,7 @@ def main() -> None:
                 row["times_faster"] = round(ratio(*series), 2)
             print(row)
             results.append(row)
-    write_results("tokenise", results)
+    write_results("tokenise" if args.before else "tokenise_alone", results)
 
 
 if __name__ == "__main__":
