@@ -141,9 +141,10 @@ class PackedDataset(Dataset):
     def _content(self) -> tuple[SFTDataset, Packs, PackStats]:
         if self._built is None:
             documents = self._make()
-            if not isinstance(documents, SFTDataset):
+            if isinstance(documents, SFTDataset):
+                log_data_line(documents.data_line())
+            else:
                 documents = SFTDataset(_Places(documents, self._name), _SampleReader())
-            log_data_line(documents.data_line())
             # Not kept on disk: it takes some seconds for a million documents, so that nothing of a run's
             # settings but what the tokens depend on has to be part of the key.
             self._built = (documents, *self._pack(documents))

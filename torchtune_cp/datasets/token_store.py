@@ -28,6 +28,7 @@ from torchtune_cp.datasets.fingerprint import fingerprint
 from torchtune_cp.datasets.mapping import map_rows
 from torchtune_cp.datasets.source import Rows
 from torchtune_cp.datasets.token_table import (
+    MALFORMED,
     Outcome,
     TokenTable,
     Transform,
@@ -229,11 +230,19 @@ def _in_memory(job: Job, begin: int, end: int) -> TokenTable:
 
 
 def _outcomes(job: Job, begin: int, end: int) -> Iterator[Outcome]:
-    if isinstance(job.rows, Iterable):  # tables iterate far faster than they index
-        yield from map(job.transform, islice(job.rows, begin, end))
+    if not isinstance(job.rows, Iterable):
+        yield from (outcome_at(job.rows, place, job.transform) for place in range(begin, end))
         return
-    # What cannot iterate (files) may fail at one row and still give the next.
-    yield from (outcome_at(job.rows, place, job.transform) for place in range(begin, end))
+    in_order = iter(job.rows)  # tables iterate far faster than they index
+    for place in range(end):
+        try:
+            row = next(in_order)
+        except UserError as error:  # of this row: the next ones may be had
+            outcome = Outcome(cause=MALFORMED, note=str(error))
+        else:
+            outcome = job.transform(row) if place >= begin else Outcome()
+        if place >= begin:
+            yield outcome
 
 
 def _checksum(path: Path) -> int:
