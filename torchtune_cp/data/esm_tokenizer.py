@@ -111,7 +111,8 @@ class EsmTokenizer(HFTokenizer):
         self.mask_id = ids[_MASK]
         self.special_ids = frozenset(ids[token] for token in _SPECIALS)
         self.standard_ids = tuple(ids[residue] for residue in STANDARD_RESIDUES)
-        self.residues = frozenset(token for token in vocabulary if len(token) == 1)
+        self._id_of = {token: place for token, place in ids.items() if len(token) == 1}
+        self.residues = frozenset(self._id_of)
         self.one_token_a_residue = all(
             len(token) == 1 or token.startswith("<") for token in vocabulary
         )
@@ -127,7 +128,15 @@ class EsmTokenizer(HFTokenizer):
         Returns:
             The ids, never cut to `max_seq_len`.
         """
-        return super().encode(text, add_bos=add_bos, add_eos=add_eos)
+        if not self.one_token_a_residue or not self.residues.issuperset(text):
+            return super().encode(text, add_bos=add_bos, add_eos=add_eos)
+        # Residues and nothing else: looked up, which is some twenty times faster.
+        ids = [self._id_of[residue] for residue in text]
+        if add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
 
 
 def esm_tokenizer(path: str | Path | None = None, max_seq_len: int | None = None) -> EsmTokenizer:

@@ -87,8 +87,7 @@ class MessagesReader:
         return template_names(self._tokenizer.require_chat_template())
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """See `RowReader`."""
-        self._read(row)
+        """See `RowReader`; `tokenize` looks at everything."""
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """See `RowReader`."""
@@ -163,6 +162,7 @@ def chat_dataset(
     overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
+    num_proc: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
     """Conversations of one or more turns, written out by the tokenizer's chat template.
@@ -191,6 +191,7 @@ def chat_dataset(
             "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for malformed conversations and those the template refuses.
         max_rows: Read only the first so many rows.
+        num_proc: The most processes that read and tokenise; None = one a core. Few rows need one.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
 
     Raises:
@@ -216,6 +217,7 @@ def chat_dataset(
         source=source,
         split=split,
         max_rows=max_rows,
+        num_proc=num_proc,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,

@@ -132,6 +132,15 @@ class FastaRows:
     def __getitem__(self, index: int) -> dict[str, str]:
         return self._row(self._record(index))
 
+    @property
+    def nbytes(self) -> int:
+        """The file's size."""
+        return self._file.stat().st_size
+
+    def __reduce__(self) -> tuple[type[FastaRows], tuple[Path]]:
+        # A process that shares the work reads the file itself, instead of being sent its contents.
+        return FastaRows, (self._file,)
+
     def fingerprint(self) -> str:
         """A hash of the file's content."""
         digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Names for content: equal for equal data and settings, on every machine and in every process."""
+"""Names for content: equal for equal data, settings and code, in every process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from torchtune_cp import __version__
 
 
 def fingerprint(value: Any) -> str:
-    """A SHA-256 (hexadecimal) of everything that a value is made of.
+    """A hash (hexadecimal) of everything that a value is made of, and of the code that reads rows.
 
     Of an object that has none of its own (a method `fingerprint()` that returns a string), the class and
     all attributes count, so that a new setting enters by itself.
@@ -22,7 +26,19 @@ def fingerprint(value: Any) -> str:
         TypeError: Something whose content cannot be told.
     """
     digest = hashlib.sha256()
-    _feed(digest, value)
+    _feed(digest, [_code(), value])
+    return digest.hexdigest()[:40]  # the most that `datasets` takes is 64 with its own additions
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """Of the package's version and of all files that tokens may depend on, edited ones as well."""
+    digest = hashlib.sha256(__version__.encode())
+    package = Path(__file__).parents[1]
+    for file in sorted(
+        file for part in ("data", "datasets") for file in (package / part).glob("*.py")
+    ):
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -47,7 +63,8 @@ def _feed(digest: Any, value: Any) -> None:
     elif callable(getattr(value, "fingerprint", None)):
         _feed(digest, [_class_of(value), value.fingerprint()])
     elif _is_hf_dataset(value):
-        _feed_table(digest, value)
+        # The library's own: of the files' names and times, and of what was done to the rows since.
+        _feed(digest, [_class_of(value), value._fingerprint])
     elif hasattr(value, "__dict__") and not _is_code(value):
         _feed(digest, [_class_of(value), vars(value)])
     else:
@@ -66,34 +83,3 @@ def _is_code(value: Any) -> bool:
 def _is_hf_dataset(value: Any) -> bool:
     # By name: importing the library takes a second, and who has such a value has imported it.
     return _class_of(value) == "datasets.arrow_dataset.Dataset"
-
-
-def _feed_table(digest: Any, rows: Any) -> None:
-    """The rows themselves: the library's own fingerprint goes by the files' names and times."""
-    import pyarrow
-
-    digest.update(b"table%d:" % len(rows))
-    schema = rows.features.arrow_schema.remove_metadata()
-    _feed(digest, str(schema))
-    with pyarrow.ipc.new_stream(pyarrow.PythonFile(_Sink(digest), mode="w"), schema) as stream:
-        for table in rows.with_format("arrow").iter(batch_size=1000):
-            # One record batch for a thousand rows, whatever batches they lay in on disk.
-            stream.write_table(table.combine_chunks().replace_schema_metadata())
-
-
-class _Sink:
-    """A file that only a digest reads."""
-
-    def __init__(self, digest: Any) -> None:
-        self._digest = digest
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        self._digest.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        self.closed = True

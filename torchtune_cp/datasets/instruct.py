@@ -106,6 +106,7 @@ def instruct_dataset(
     overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
+    num_proc: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
     """Prompts and answers, written out as conversations of one turn each by the chat template.
@@ -129,6 +130,7 @@ def instruct_dataset(
             "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for rows with a missing, null or wrongly typed field.
         max_rows: Read only the first so many rows.
+        num_proc: The most processes that read and tokenise; None = one a core. Few rows need one.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
 
     Raises:
@@ -148,6 +150,7 @@ def instruct_dataset(
         source=source,
         split=split,
         max_rows=max_rows,
+        num_proc=num_proc,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,

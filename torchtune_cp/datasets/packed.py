@@ -6,17 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchtune_cp import __version__
 from torchtune_cp.data.packing import STRATEGIES, Packs, pack_documents
 from torchtune_cp.data.tokenizer import HFTokenizer
-from torchtune_cp.datasets.fingerprint import fingerprint
 from torchtune_cp.datasets.sft import (
     OVERLONG_POLICIES,
     RowReader,
@@ -25,10 +22,17 @@ from torchtune_cp.datasets.sft import (
     sequence_limit,
 )
 from torchtune_cp.datasets.source import Rows, describe_source, load_rows
-from torchtune_cp.datasets.token_store import Documents, TokenStore, stored_tokens
 from torchtune_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+
+class Documents(Protocol):
+    """A map-style dataset of `{"tokens", "labels"}`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -84,22 +88,18 @@ class PackedDataset(Dataset):
         split_across_pack: bool = False,
         overlong: str | None = None,
         name: str = "the dataset",
-        cache_key: str | None = None,
-        cache_folder: Path | None = None,
     ) -> None:
         """Keep the settings.
 
         Args:
             dataset: Map-style, of `{"tokens", "labels"}`, or a function that makes it, which is called
-                where the tokens are not in the cache.
+                when its samples are needed.
             max_seq_len: The most tokens of a pack.
             strategy: `"greedy"` or `"best_fit"`, see `pack_documents`.
             split_across_pack: Whether documents may be cut; else they are kept whole.
             overlong: What to do with documents of more than `max_seq_len` tokens: "split", "truncate",
                 "drop" or "error". None = "split" where documents may be cut, else "error".
             name: What messages call the data.
-            cache_key: Names the content of `dataset`, for the cache; None = no cache.
-            cache_folder: See `stored_tokens`.
 
         Raises:
             UserError: An unknown strategy or policy, or a `max_seq_len` below 1.
@@ -123,48 +123,43 @@ class PackedDataset(Dataset):
         self._split = split_across_pack
         self._overlong = overlong or ("split" if split_across_pack else "error")
         self._name = name
-        self._cache_key = cache_key
-        self._cache_folder = cache_folder
-        self._built: tuple[TokenStore, Packs, PackStats] | None = None
+        self._built: tuple[SFTDataset, Packs, PackStats] | None = None
 
-    def build(self, progress: bool = True) -> PackStats:
+    def build(self) -> PackStats:
         """Tokenise and pack now, unless that has been done; logs the statistics.
-
-        Args:
-            progress: Show a bar while tokenising takes long.
 
         Raises:
             UserError: A malformed row, or a document that is longer than a pack, named.
         """
-        return self._content(progress)[2]
+        return self._content()[2]
 
     @property
     def stats(self) -> PackStats:
         """What packing made of the dataset."""
         return self._content()[2]
 
-    def _content(self, progress: bool = True) -> tuple[TokenStore, Packs, PackStats]:
+    def _content(self) -> tuple[SFTDataset, Packs, PackStats]:
         if self._built is None:
-            store = stored_tokens(
-                self._make,
-                name=self._name,
-                key=self._cache_key,
-                folder=self._cache_folder,
-                progress=progress,
-            )
-            # Not in the cache: it takes some seconds for a million documents, so that nothing of a
-            # run's settings but what the tokens depend on has to be part of the key.
-            self._built = (store, *self._pack(store))
+            documents = self._make()
+            if isinstance(documents, SFTDataset):
+                log_data_line(documents.data_line())
+            else:
+                documents = SFTDataset(_Places(documents, self._name), _SampleReader())
+            # Not kept on disk: it takes some seconds for a million documents, so that nothing of a run's
+            # settings but what the tokens depend on has to be part of the key.
+            self._built = (documents, *self._pack(documents))
             self._log(self._built[2])
         return self._built
 
-    def _pack(self, store: TokenStore) -> tuple[Packs, PackStats]:
-        lengths, limit = store.lengths, self.max_seq_len
+    def _pack(self, documents: SFTDataset) -> tuple[Packs, PackStats]:
+        limit, lengths = self.max_seq_len, documents.lengths
+        if not lengths.any():
+            raise UserError(f"no samples in {self._name}: {len(lengths)} documents without a token")
         long = lengths > limit
         if self._overlong == "error" and long.any():
             first = int(np.flatnonzero(long)[0])
             raise UserError(
-                f"{self._place(first)} has {lengths[first]} tokens, more than a pack of {limit} "
+                f"{documents.place_of(first)} has {lengths[first]} tokens, more than a pack of {limit} "
                 "(max_seq_len) holds; raise it, or set split_across_pack: true, or overlong: split, "
                 "truncate or drop"
             )
@@ -179,7 +174,7 @@ class PackedDataset(Dataset):
             idle = [
                 d
                 for d in np.flatnonzero(long).tolist()
-                if not (store.read(d, 1, limit - 1)[1] != -100).any()
+                if not (documents.read(d, 1, limit - 1)[1] != -100).any()
             ]
             kept[idle] = 0
             if not kept.any():
@@ -209,10 +204,6 @@ class PackedDataset(Dataset):
         )
         return packs, stats
 
-    def _place(self, index: int) -> str:
-        place_of = getattr(self._make(), "place_of", None)
-        return f"sample {index} of {self._name}" if place_of is None else str(place_of(index))
-
     def _log(self, stats: PackStats) -> None:
         counts = {"cut": stats.split, "truncated": stats.truncated, "dropped": stats.dropped}
         counts["left out with nothing to train on"] = stats.nothing_to_train
@@ -237,13 +228,13 @@ class PackedDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Pack `index`; see the class."""
-        store, packs, _ = self._content()
+        documents, packs, _ = self._content()
         if index < 0:
             index += len(packs)
         if not 0 <= index < len(packs):
             raise IndexError(f"pack {index} of {len(packs)}")
         pieces = list(packs.pieces(index))
-        read = [store.read(*piece) for piece in pieces]
+        read = [documents.read(*piece) for piece in pieces]
         lengths = [length for _, _, length in pieces]
         return {
             "tokens": _joined([tokens for tokens, _ in read]),
@@ -261,10 +252,33 @@ def _itself(dataset: Documents) -> Documents:
     return dataset
 
 
-def _documents(make: type[SFTDataset], *args: Any, **settings: Any) -> SFTDataset:
-    dataset = make(*args, **settings)
-    log_data_line(dataset.data_line())
-    return dataset
+class _Places:
+    """Documents as rows."""
+
+    def __init__(self, documents: Documents, name: str) -> None:
+        self._documents = documents
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._documents[index]
+
+    def place_of(self, index: int) -> str:
+        place_of = getattr(self._documents, "place_of", None)
+        return f"sample {index} of {self._name}" if place_of is None else str(place_of(index))
+
+
+class _SampleReader:
+    """Reads what is a sample already."""
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Every document counts, one without a token too."""
+
+    def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        tokens, labels = (np.asarray(row[key]).tolist() for key in ("tokens", "labels"))
+        return tokens, labels
 
 
 def sft_or_packed(
@@ -279,7 +293,6 @@ def sft_or_packed(
     packing_strategy: str,
     name: str,
     overlong_unpacked: str = "truncate",
-    make: type[SFTDataset] = SFTDataset,
     **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """What every factory ends with: one sample a row, or packs of them.
@@ -295,7 +308,6 @@ def sft_or_packed(
         packing_strategy: See `pack_documents`.
         name: What messages call the data.
         overlong_unpacked: The default without packing.
-        make: What one sample a row comes from.
         **settings: Further arguments of `SFTDataset`.
 
     Raises:
@@ -303,9 +315,10 @@ def sft_or_packed(
     """
     limit = sequence_limit(max_seq_len, tokenizer)
     if not packed:
-        dataset = make(
+        dataset = SFTDataset(
             rows,
             reader,
+            cached=True,
             max_seq_len=limit,
             overlong=overlong or overlong_unpacked,
             name=name,
@@ -318,20 +331,13 @@ def sft_or_packed(
             "dataset.packed=true needs the length of a pack in tokens: set tokenizer.max_seq_len "
             "(or dataset.max_seq_len)"
         )
-    try:
-        # Neither the rows' origin nor anything of the run enters: equal rows have equal tokens.
-        key = fingerprint([__version__, rows, reader, settings])
-    except TypeError as error:
-        logger.info("%s: tokens are not kept for the next start: %s", name, error)
-        key = None
     return PackedDataset(
-        partial(_documents, make, rows, reader, name=name, **settings),
+        partial(SFTDataset, rows, reader, name=name, cached=True, **settings),
         max_seq_len=limit,
         strategy=packing_strategy,
         split_across_pack=split_across_pack,
         overlong=overlong,
         name=name,
-        cache_key=key,
     )
 
 
@@ -342,15 +348,19 @@ def dataset_from_source(
     source: str,
     split: str,
     max_rows: int | None,
+    num_proc: int | None,
     load_dataset_kwargs: Mapping[str, Any],
     **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """Load the rows of a source and make a dataset of them; see `load_rows` and `sft_or_packed`."""
-    rows = load_rows(source, split=split, max_rows=max_rows, **load_dataset_kwargs)
+    rows = load_rows(
+        source, split=split, max_rows=max_rows, num_proc=num_proc, **load_dataset_kwargs
+    )
     return sft_or_packed(
         rows,
         reader,
         tokenizer,
+        num_proc=num_proc,
         name=describe_source(source, load_dataset_kwargs),
         blank_lines=getattr(rows, "blank_lines", 0),
         **settings,

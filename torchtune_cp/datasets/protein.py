@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.row_stream import FastaStream, FirstRows, HubStream, RowStream
 from torchtune_cp.datasets.sample_stream import BUFFER_SIZE, SampleStream
 from torchtune_cp.datasets.sft import (
-    DatasetStats,
     EmptyRow,
     SFTDataset,
     UnknownText,
@@ -30,12 +28,7 @@ UNKNOWN_POLICIES = ("unk", "error", "drop")
 
 
 class ProteinReader:
-    """Reads a row's sequence; labels are the tokens themselves.
-
-    Attributes:
-        unknown_residues: How often each character outside the alphabet stood in the rows looked at.
-        unknown_rows: How many of these rows had any.
-    """
+    """Reads a row's sequence; labels are the tokens themselves."""
 
     def __init__(self, tokenizer: HFTokenizer, column: str, unknown: str, add_eos: bool) -> None:
         """Keep the settings; see `protein_dataset`."""
@@ -44,12 +37,9 @@ class ProteinReader:
         self._column = column
         self._unknown = unknown
         self._add_eos = add_eos
-        self._one_token = isinstance(tokenizer, EsmTokenizer) and tokenizer.one_token_a_residue
-        self.unknown_residues: Counter[str] = Counter()
-        self.unknown_rows = 0
 
     def fingerprint(self) -> list[Any]:
-        """What the tokens depend on; the counts do not belong to it."""
+        """What the tokens depend on."""
         return [self._tokenizer, self._column, self._unknown, self._add_eos]
 
     def _sequence(self, row: Mapping[str, Any]) -> tuple[str, set[str]]:
@@ -57,22 +47,22 @@ class ProteinReader:
         sequence = clean_sequence(require_text(row, self._column, "dataset.column"))
         return sequence, set() if self._alphabet is None else set(sequence) - self._alphabet
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check(self, row: Mapping[str, Any]) -> str | None:
         """See `RowReader`."""
         sequence, unknown = self._sequence(row)
         if not sequence:
             raise EmptyRow
         if not unknown:
-            return
+            return None
         if self._unknown == "error":
             found = ", ".join(f"{c!r} at {sequence.index(c) + 1}" for c in sorted(unknown))
             raise UserError(
                 f"residues outside the alphabet: {found}; set dataset.unknown to unk or drop"
             )
-        self.unknown_rows += 1
-        self.unknown_residues.update({c: sequence.count(c) for c in sorted(unknown)})
+        found = "".join(c * sequence.count(c) for c in sorted(unknown))
         if self._unknown == "drop":
-            raise UnknownText
+            raise UnknownText(found)
+        return found
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """See `RowReader`."""
@@ -85,29 +75,6 @@ class ProteinReader:
             sequence = sequence.replace("\n", "<unk>")
         tokens = self._tokenizer.encode(sequence, add_bos=True, add_eos=self._add_eos)
         return tokens, list(tokens)
-
-    def count_tokens(self, row: Mapping[str, Any]) -> int:
-        """How many tokens `tokenize` makes of a row."""
-        if self._one_token:  # a residue, known or not, is one: far quicker than making them
-            return len(self._sequence(row)[0]) + 1 + self._add_eos
-        return len(self.tokenize(row)[0])
-
-
-class ProteinDataset(SFTDataset):
-    """An `SFTDataset` that also tells what was outside the alphabet."""
-
-    def __init__(self, rows: Rows, reader: ProteinReader, **settings: Any) -> None:
-        """See `SFTDataset`."""
-        self.reader = reader
-        super().__init__(rows, reader, **settings)
-
-    @property
-    def stats(self) -> DatasetStats:
-        """What became of the rows."""
-        stats = super().stats
-        stats.unknown_residues = self.reader.unknown_residues
-        stats.unknown_rows = self.reader.unknown_rows
-        return stats
 
 
 @checked_by(check_proteins)
@@ -130,6 +97,7 @@ def protein_dataset(
     packing_strategy: str = "greedy",
     streaming: bool = False,
     shuffle_buffer_size: int = BUFFER_SIZE,
+    num_proc: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset | SampleStream:
     """Every protein as one sample; every residue is trained on (or may be masked).
@@ -161,6 +129,8 @@ def protein_dataset(
         streaming: Read from front to back as training goes, without looking through the data first; not
             packed. See `SampleStream`.
         shuffle_buffer_size: Streaming: rows that are held, checked and shuffled at a time.
+        num_proc: The most processes that tokenise; None = one a core. Few proteins need one. Not with
+            streaming.
         **load_dataset_kwargs: With `source`: `data_files`, `data_dir`, `name`, ... for
             `datasets.load_dataset`.
 
@@ -190,9 +160,13 @@ def protein_dataset(
             raise UserError(
                 "dataset.packed must be false with streaming=true: token_micro_batch_size packs"
             )
+        if num_proc is not None:
+            raise UserError(
+                "dataset.num_proc is not for streaming=true, whose rows are tokenised as they are read"
+            )
         return SampleStream(
             _stream(path, source, split, max_rows, load_dataset_kwargs),
-            lambda rows, **settings: ProteinDataset(
+            lambda rows, **settings: SFTDataset(
                 rows,
                 reader(),
                 **settings,
@@ -209,14 +183,13 @@ def protein_dataset(
         rows, name = FastaRows(path), str(path)
     else:
         assert source is not None
-        rows = load_rows(source, split=split, **load_dataset_kwargs)
+        rows = load_rows(source, split=split, num_proc=num_proc, **load_dataset_kwargs)
         name = describe_source(source, load_dataset_kwargs)
         blank_lines = getattr(rows, "blank_lines", 0)
     return sft_or_packed(
         rows,
         reader(),
         tokenizer,
-        make=ProteinDataset,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,
@@ -225,6 +198,7 @@ def protein_dataset(
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_rows,
+        num_proc=num_proc,
         name=name,
         blank_lines=blank_lines,
     )

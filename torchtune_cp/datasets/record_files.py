@@ -228,6 +228,13 @@ class RecordRows:
         """Lines of the files that hold no row."""
         return sum(file.blank_lines for file in self._files)
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of the files these rows are."""
+        total = self._ends[-1] if self._ends else 0
+        size = sum(file.path.stat().st_size for file in self._files)
+        return size * len(self) // max(1, total)
+
     def __len__(self) -> int:
         return len(self._chosen)
 

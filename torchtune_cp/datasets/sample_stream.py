@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -125,7 +125,8 @@ class SampleStream:
                     place.rows + len(held),
                     place.samples + len(dataset),
                 )
-                stats += replace(dataset.stats, truncated=self._truncated(dataset))
+                stats += dataset.stats
+                self._warn_of_cut_rows(dataset)
                 if place == StreamPlace():
                     logger.info("the first of %s: %s", self.name, stats.describe())
                 yield place, dataset, after
@@ -136,9 +137,8 @@ class SampleStream:
                 logger.info("%s was read once through: %s", self.name, stats.describe())
             place = StreamPlace(epoch=place.epoch + 1)
 
-    def _truncated(self, dataset: SFTDataset) -> int:
-        """Rows of a buffer that are cut; the first time with a warning."""
-        count = dataset.count_overlong() if dataset.overlong == "truncate" else 0
+    def _warn_of_cut_rows(self, dataset: SFTDataset) -> None:
+        count = dataset.stats.truncated
         if count and not self._warned:
             self._warned = True
             logger.warning(
@@ -149,4 +149,3 @@ class SampleStream:
                 self.name,
                 dataset.max_seq_len,
             )
-        return count

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from torchtune_cp.data.packing import Int64
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.record_files import broken_character
 from torchtune_cp.datasets.source import Rows
+from torchtune_cp.datasets.stats import NOTHING, DatasetStats
+from torchtune_cp.datasets.token_store import Job, stored_tokens
+from torchtune_cp.datasets.token_table import MALFORMED, Int32, Outcome, TokenTable, joined
 from torchtune_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -21,10 +24,10 @@ logger = logging.getLogger(__name__)
 OVERLONG_POLICIES = ("truncate", "split", "drop", "error")
 BAD_ROW_POLICIES = ("error", "skip")
 
-#: Parts of a data line that make it a warning.
-NOTHING, NO_STOP = "nothing to train on", "no sample trains on a stop token"
+EMPTY, UNKNOWN, UNTRAINED = "empty", "unknown", "untrained"
 
-IntArray = np.ndarray[Any, np.dtype[np.int32]]
+#: A part of a data line that makes it a warning.
+NO_STOP = "no sample trains on a stop token"
 
 
 class EmptyRow(Exception):
@@ -32,7 +35,7 @@ class EmptyRow(Exception):
 
 
 class UnknownText(Exception):
-    """The row has characters that the tokenizer does not know; it is left out and counted."""
+    """The row has characters that the tokenizer does not know, these; it is left out and counted."""
 
 
 class NothingToTrain(Exception):
@@ -42,13 +45,19 @@ class NothingToTrain(Exception):
 class RowReader(Protocol):
     """Turns one row into tokens. Both methods raise UserError for a malformed row, without naming it.
 
+    What they do depends on the row alone, and readers can be pickled: rows are shared out to processes.
+
     A reader that does not train on every token says so in attributes and a method of its own:
     `trains_on_part` (true), `stop_ids` (the tokens of which one should be trained on) and `unread(row)`
     (what of a row changes nothing).
     """
 
-    def check(self, row: Mapping[str, Any]) -> None:
-        """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out."""
+    def check(self, row: Mapping[str, Any]) -> str | None:
+        """Look at the row without tokenising it; raises EmptyRow or UnknownText to leave it out.
+
+        Returns:
+            The characters of the row that the tokenizer does not know, where the reader tells.
+        """
 
     def tokenize(self, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """(tokens, labels) of a row that `check` accepts, labels not shifted, -100 = not trained on.
@@ -57,134 +66,35 @@ class RowReader(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one row.
-
-    Attributes:
-        tokens: Its tokens; [] where it was only checked, or is left out.
-        labels: As long, see `RowReader`.
-        cause: Why it gives no sample: "empty", "unknown", "nothing" (to train on), "bad" (malformed),
-            or "".
-        note: What is wrong with it, of the last two.
-        unread: What of the row changes nothing.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    cause: str = ""
-    note: str = ""
-    unread: frozenset[str] = frozenset()
-
-
-def outcome_of(
-    reader: RowReader, read: Callable[[], Mapping[str, Any]], *, tokenize: bool = True
-) -> Outcome:
-    """Make a sample of a row, or say why there is none; depends on the row and the reader alone.
-
-    Args:
-        reader: How to make tokens of a row.
-        read: Gives the row; may raise UserError.
-        tokenize: False only checks the row.
-    """
+def outcome_of(reader: RowReader, row: Mapping[str, Any]) -> Outcome:
+    """What becomes of a row: its tokens and labels, or the cause for which it gives no sample."""
     try:
-        row = read()
-        reader.check(row)
-        tokens, labels = reader.tokenize(row) if tokenize else ([], [])
+        unknown = reader.check(row)
+        tokens, labels = reader.tokenize(row)
+        if len(tokens) != len(labels):
+            raise UserError(f"{len(tokens)} tokens but {len(labels)} labels; each needs one")
+        unread = getattr(reader, "unread", _reads_all)(row)
     except EmptyRow:
-        return Outcome(cause="empty")
-    except UnknownText:
-        return Outcome(cause="unknown")
+        return Outcome(cause=EMPTY)
+    except UnknownText as found:
+        return Outcome(cause=UNKNOWN, note=str(found))
     except NothingToTrain as found:
-        return Outcome(cause="nothing", note=str(found))
+        return Outcome(cause=UNTRAINED, note=str(found))
     except UserError as error:
-        return Outcome(cause="bad", note=str(error))
-    unread = getattr(reader, "unread", None)
-    return Outcome(tokens, labels, unread=frozenset() if unread is None else unread(row))
+        return Outcome(cause=MALFORMED, note=str(error))
+    return Outcome(tokens, labels, note=unknown, unread="\n".join(sorted(unread)) or None)
 
 
-@dataclass
-class DatasetStats:
-    """What became of the rows.
-
-    Attributes:
-        rows: Rows looked at.
-        samples: Samples that the dataset gives.
-        empty_skipped: Rows without text, skipped.
-        unknown_skipped: Rows with characters that the tokenizer does not know, left out because the
-            config says so.
-        bad_skipped: Malformed rows, skipped under `on_bad_row: skip`.
-        short_skipped: Rows of fewer tokens than `min_tokens`, skipped.
-        truncated: Rows cut to `max_seq_len`. Cutting happens when a sample is read, so these are the
-            rows cut so far in this process; `SFTDataset.count_overlong` tells them all.
-        dropped: Rows longer than `max_seq_len`, left out under `overlong: drop`.
-        split: Rows longer than `max_seq_len`, made into several samples under `overlong: split`.
-        nothing_to_train: Rows without a token to train on, left out, by cause; and pieces of split rows
-            without one, which are kept.
-        blank_lines: Blank lines in JSON lines files; they are no rows, and row numbers in messages
-            do not count them.
-        unknown_residues: How often each character outside a protein tokenizer's alphabet stood in the
-            rows looked at.
-        unknown_rows: How many of these rows had any.
-    """
-
-    rows: int = 0
-    samples: int = 0
-    empty_skipped: int = 0
-    unknown_skipped: int = 0
-    bad_skipped: int = 0
-    short_skipped: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    split: int = 0
-    nothing_to_train: Counter[str] = field(default_factory=Counter)
-    blank_lines: int = 0
-    unknown_residues: Counter[str] = field(default_factory=Counter)
-    unknown_rows: int = 0
-
-    def __add__(self, other: DatasetStats) -> DatasetStats:
-        """What became of two parts of the rows."""
-        return DatasetStats(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
-
-    def describe(self) -> str:
-        """The counts in words, those that are zero left out."""
-        parts = [f"{self.rows} rows", f"{self.samples} samples"]
-        for label, count in (
-            ("empty rows skipped", self.empty_skipped),
-            ("rows with unknown characters left out", self.unknown_skipped),
-            ("malformed rows skipped", self.bad_skipped),
-            ("short rows skipped", self.short_skipped),
-            ("rows truncated", self.truncated),
-            ("over-long rows dropped", self.dropped),
-            ("over-long rows split", self.split),
-            ("blank lines", self.blank_lines),
-        ):
-            if count:
-                parts.append(f"{count} {label}")
-        if self.nothing_to_train:
-            causes = ", ".join(f"{n} {c}" for c, n in sorted(self.nothing_to_train.items()))
-            parts.append(f"{self.nothing_to_train.total()} samples with {NOTHING} ({causes})")
-        if self.unknown_residues:
-            characters = ", ".join(f"{c} {n}" for c, n in self.unknown_residues.most_common())
-            parts.append(
-                f"{self.unknown_residues.total()} residues outside the alphabet in"
-                f" {self.unknown_rows} rows ({characters})"
-            )
-        return ", ".join(parts)
+def _reads_all(row: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset()
 
 
 class SFTDataset(Dataset):
     """A map-style dataset of `{"tokens", "labels"}`, both lists of int of the same length.
 
-    All rows are checked when the dataset is made, so that a malformed row shows before training
-    starts, not hours into it. Rows are tokenised when they are read, except where the number of
-    samples depends on their lengths (`overlong` "split", "drop" or "error" with a `max_seq_len`,
-    `min_tokens`, or `on_bad_row: skip`): then they are tokenised once, at the start, and kept in
-    memory at 8 bytes a token at most. Where a reader trains on a part of the tokens only, rows are
-    tokenised at the start as well, so that those with nothing to train on are known: they are left out
-    and counted by cause.
+    All rows are tokenised when the dataset is made, by several processes where they are many, so that
+    a malformed row shows before training starts, not hours into it; see `stored_tokens`. Rows with nothing
+    to train on are left out and counted by cause.
 
     Over-long rows (more than `max_seq_len` tokens):
         truncate: the first `max_seq_len` tokens are kept (no end-of-text token is put at the cut: the
@@ -213,8 +123,10 @@ class SFTDataset(Dataset):
         name: str = "the dataset",
         blank_lines: int = 0,
         partial: bool = False,
+        cached: bool = False,
+        num_proc: int | None = None,
     ) -> None:
-        """Check the rows and lay out the samples.
+        """Tokenise the rows and lay out the samples.
 
         Args:
             rows: The data.
@@ -228,6 +140,9 @@ class SFTDataset(Dataset):
             blank_lines: Lines of the source that gave no row, for `stats`.
             partial: Whether these are some rows of more: then none need be left, and there is no warning
                 about cut ones.
+            cached: Keep the tokens on disk where the rows are many, and use several processes: the
+                content of rows and reader must then be told by their attributes.
+            num_proc: The most processes that tokenise; None = one a core.
 
         Raises:
             UserError: For an unknown policy; for a malformed or over-long row under "error", naming
@@ -244,119 +159,144 @@ class SFTDataset(Dataset):
             )
         if max_seq_len is not None and max_seq_len < 1:
             raise UserError(f"dataset.max_seq_len must be 1 or more, not {max_seq_len}")
+        if num_proc is not None and num_proc < 1:
+            raise UserError(f"dataset.num_proc must be 1 or more, not {num_proc}")
         self._rows = rows
-        self._reader = reader
         self.max_seq_len = max_seq_len
         self.overlong = overlong
         self._on_bad_row = on_bad_row
         self._min_tokens = min_tokens
         self._name = name
         self._partial = partial
-        self._truncated_rows: set[int] = set()
         self._stats = DatasetStats(blank_lines=blank_lines)
         self._first_bad = ""
-        self._unread: set[str] = set()
-        self._stops = False
-        # One entry a sample: its row, and where in the row's tokens it begins.
-        self._sample_row: list[int] = []
-        self._sample_start: list[int] = []
-        self._kept: dict[int, tuple[IntArray, IntArray]] = {}
-        self._eager = (
-            (max_seq_len is not None and overlong != "truncate")
-            or on_bad_row == "skip"
-            or min_tokens > 0
+        self._on_part = bool(getattr(reader, "trains_on_part", False))
+        self._stop_ids: tuple[int, ...] = tuple(getattr(reader, "stop_ids", ()))
+        job = Job(
+            rows,
+            functools.partial(outcome_of, reader),
+            content=reader if cached else None,
+            name=name,
+            num_proc=num_proc,
+            refuse=self._refuse if on_bad_row == "error" else None,
         )
-        self._lay_out(max_rows_used)
+        self._lay_out(job, max_rows_used)
 
-    def _lay_out(self, max_rows_used: int | None) -> None:
-        used = 0
-        # Tables iterate far faster than they index. What cannot iterate (files) may fail at one row
-        # and still give the next.
-        in_order = iter(self._rows) if isinstance(self._rows, Iterable) else None
-        for index in range(len(self._rows)):
-            if max_rows_used is not None and used >= max_rows_used:
-                break
-            self._stats.rows += 1
-            starts = self._starts(index, in_order)
-            self._sample_row.extend([index] * len(starts))
-            self._sample_start.extend(starts)
-            used += bool(starts)
+    def _lay_out(self, job: Job, max_rows_used: int | None) -> None:
+        parts: list[TokenTable] = []
+        looked_at = used = 0
+        while not parts or (looked_at < len(self._rows) and used < (max_rows_used or 0)):
+            # No more rows than may be needed: there may be far more.
+            end = len(self._rows)
+            if max_rows_used is not None:
+                end = min(end, max(max_rows_used, 2 * looked_at))
+            parts.append(stored_tokens(job, looked_at, end))
+            looked_at = end
+            self._tokens = joined(parts)
+            pieces = self._pieces()
+            used = int(np.count_nonzero(pieces))
+        if max_rows_used and used >= max_rows_used:
+            looked_at = int(np.flatnonzero(pieces)[max_rows_used - 1]) + 1
+            pieces = pieces[:looked_at]
+        self._count(looked_at)
+        # One entry a sample: its row, and where in the row's tokens it begins.
+        self._sample_row = np.repeat(np.arange(looked_at), pieces)
+        nth = np.arange(len(self._sample_row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._sample_start = nth * (self.max_seq_len or 0)
         self._stats.samples = len(self._sample_row)
-        if not self._sample_row and not self._partial:
+        if not len(self._sample_row) and not self._partial:
             raise UserError(f"no samples in {self._name}: {self.describe_stats()}{self._first_bad}")
 
-    def _starts(self, index: int, in_order: Iterator[Mapping[str, Any]] | None) -> list[int]:
-        """Where the samples of a row begin in its tokens; [] when the row is skipped."""
-        on_part = getattr(self._reader, "trains_on_part", False)
-        outcome = outcome_of(
-            self._reader,
-            (lambda: self._rows[index]) if in_order is None else (lambda: next(in_order)),
-            tokenize=self._eager or on_part,
-        )
-        if outcome.cause:
-            self._leave_out(index, outcome)
-            return []
-        self._unread |= outcome.unread
-        if not self._eager and not on_part:
-            return [0]
-        tokens, labels = outcome.tokens, outcome.labels
-        length = len(tokens)
-        if length < self._min_tokens:
-            self._stats.short_skipped += 1
-            return []
-        starts = [0]
-        cut = self.max_seq_len is not None and length > self.max_seq_len
-        if self.max_seq_len is not None and cut:
-            if self.overlong == "error":
-                raise UserError(
-                    f"{self._place(index)} has {length} tokens, more than max_seq_len "
-                    f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
-                )
-            if self.overlong == "drop":
-                self._stats.dropped += 1
-                return []
-            if self.overlong == "split":
-                self._stats.split += 1
-                starts = list(range(0, length, self.max_seq_len))
-        if on_part:
-            self._stops = self._stops or not set(self._reader.stop_ids).isdisjoint(labels)  # type: ignore[attr-defined]
+    def _pieces(self) -> Int64:
+        """How many samples each row gives."""
+        lengths, limit = self._tokens.lengths, self.max_seq_len
+        pieces = (self._tokens.has_sample & (lengths >= self._min_tokens)).astype(np.int64)
+        if limit is not None and self.overlong == "drop":
+            pieces[lengths > limit] = 0
+        if limit is not None and self.overlong == "split":
+            pieces *= np.maximum(1, -(-lengths // limit))
+        self._untrained = np.zeros(len(pieces), dtype=bool)
+        if self._on_part:
             # The first label of a sample has no token before it that could predict it.
-            stop = length if self.max_seq_len is None else self.max_seq_len
-            idle = [all(label == -100 for label in labels[s + 1 : s + stop]) for s in starts]
-            if all(idle):
-                why = "prompt fills max_seq_len" if cut else "a single token"
-                self._stats.nothing_to_train[why] += 1
-                return []
-            if any(idle):
-                self._stats.nothing_to_train["pieces of split rows"] += sum(idle)
-            if cut and self.overlong == "truncate":
-                self._note_truncated(index, length)
-        if self._eager:
-            token_array = np.asarray(tokens, dtype=np.int32)
-            same = labels == tokens
-            self._kept[index] = (
-                token_array,
-                token_array if same else np.asarray(labels, dtype=np.int32),
-            )
-        return starts
+            first = self._tokens.first_trained()
+            last = lengths - 1
+            if limit is not None and self.overlong == "truncate":
+                last = np.minimum(last, limit - 1)
+            self._untrained = (pieces > 0) & ((first < 0) | (first > last))
+            for row in np.flatnonzero((pieces > 1) & ~self._untrained).tolist():
+                self._untrained[row] = self._idle_pieces(row) == pieces[row]
+            pieces[self._untrained] = 0
+        return pieces
 
-    def _leave_out(self, index: int, outcome: Outcome) -> None:
-        """Count a row that gives no sample; raise UserError for a malformed one under "error"."""
-        if outcome.cause == "empty":
-            self._stats.empty_skipped += 1
-        elif outcome.cause == "unknown":
-            self._stats.unknown_skipped += 1
-        elif outcome.cause == "nothing":
-            self._stats.nothing_to_train[outcome.note] += 1
-        elif self._on_bad_row == "skip":
-            self._stats.bad_skipped += 1
-            if self._stats.bad_skipped == 1:
-                self._first_bad = f"; the first malformed one: {self._place(index)}: {outcome.note}"
-            logger.info("skipped %s: %s", self._place(index), outcome.note)
-        else:
+    def _idle_pieces(self, row: int) -> int:
+        """How many pieces of a row that is split have nothing to train on."""
+        assert self.max_seq_len is not None
+        trained = self._tokens.read(row)[1] != -100
+        starts = range(0, len(trained), self.max_seq_len)
+        return sum(not trained[s + 1 : s + self.max_seq_len].any() for s in starts)
+
+    def _count(self, rows: int) -> None:
+        """Count what became of the first so many rows; UserError for the first that is refused."""
+        stats, lengths = self._stats, self._tokens.lengths[:rows]
+        has_sample = self._tokens.has_sample[:rows]
+        short = has_sample & (lengths < self._min_tokens)
+        limit = np.inf if self.max_seq_len is None else self.max_seq_len
+        long = np.flatnonzero(has_sample & ~short & (lengths > limit))
+        refused = int(long[0]) if len(long) and self.overlong == "error" else rows
+        for row, cause, note in self._tokens.notes():
+            if row >= refused:
+                break
+            if cause == MALFORMED:
+                self._skip(row, str(note))
+                continue
+            if cause == UNTRAINED:
+                stats.nothing_to_train[str(note)] += 1
+                continue
+            stats.empty_skipped += cause == EMPTY
+            stats.unknown_skipped += cause == UNKNOWN
+            stats.unknown_rows += bool(note)
+            stats.unknown_residues.update(note or "")
+        if refused < rows:
             raise UserError(
-                f"{self._place(index)}: {outcome.note} (on_bad_row: skip leaves such rows out)"
+                f"{self._place(refused)} has {lengths[refused]} tokens, more than max_seq_len "
+                f"{self.max_seq_len}; raise it, or set overlong: truncate, split or drop"
             )
+        untrained = self._untrained[:rows]
+        cut = np.zeros(rows, dtype=bool)
+        cut[long] = True
+        for why, found in (("prompt fills max_seq_len", cut), ("a single token", ~cut)):
+            if count := int(np.count_nonzero(untrained & found)):
+                stats.nothing_to_train[why] += count
+        if self._on_part and self.overlong == "split":
+            kept = np.flatnonzero(cut & ~untrained).tolist()
+            if count := sum(map(self._idle_pieces, kept)):
+                stats.nothing_to_train["pieces of split rows"] += count
+        stats.rows = rows
+        stats.short_skipped = int(np.count_nonzero(short))
+        stats.dropped = len(long) if self.overlong == "drop" else 0
+        stats.split = len(long) if self.overlong == "split" else 0
+        long = long[~untrained[long]]
+        stats.truncated = len(long) if self.overlong == "truncate" else 0
+        if stats.truncated and not self._partial:
+            logger.warning(
+                "%s has %d tokens and is cut to max_seq_len %d, and %d further rows are cut "
+                "(overlong: split, drop or error handle them otherwise)",
+                *(self._place(long[0]), lengths[long[0]], limit, stats.truncated - 1),
+            )
+
+    def _refuse(self, row: int, outcome: Outcome) -> None:
+        if outcome.cause == MALFORMED:
+            raise UserError(
+                f"{self._place(row)}: {outcome.note} (on_bad_row: skip leaves such rows out)"
+            )
+
+    def _skip(self, row: int, what: str) -> None:
+        if self._on_bad_row == "error":
+            self._refuse(row, Outcome(cause=MALFORMED, note=what))
+        self._stats.bad_skipped += 1
+        if self._stats.bad_skipped == 1:
+            self._first_bad = f"; the first malformed one: {self._place(row)}: {what}"
+        logger.info("skipped %s: %s", self._place(row), what)
 
     def _place(self, index: int) -> str:
         place_of = getattr(self._rows, "place_of", None)
@@ -364,12 +304,11 @@ class SFTDataset(Dataset):
 
     def place_of(self, index: int) -> str:
         """How messages name sample `index`: by its row or file."""
-        return self._place(self._sample_row[index])
+        return self._place(int(self._sample_row[index]))
 
     @property
     def stats(self) -> DatasetStats:
-        """What became of the rows; `truncated` counts those read so far in this process."""
-        self._stats.truncated = len(self._truncated_rows)
+        """What became of the rows."""
         return self._stats
 
     def describe_stats(self) -> str:
@@ -379,78 +318,44 @@ class SFTDataset(Dataset):
     def data_line(self) -> str:
         """What became of the rows, in one line, with what a user should know about them."""
         line = f"{self._name}: {self.describe_stats()}{self._first_bad}"
-        if self._unread:
-            line += f"; changes nothing and is not read: {', '.join(sorted(self._unread))}"
-        stop_ids = getattr(self._reader, "stop_ids", ())
-        if stop_ids and not self._stops:
+        if unread := self._tokens.unread():
+            line += f"; changes nothing and is not read: {', '.join(sorted(unread))}"
+        if self._stop_ids and not self._trains_on_stop():
             line += (
-                f"; {NO_STOP} (ids {', '.join(map(str, stop_ids))}), because the chat template ends the "
-                "assistant's turns otherwise: the saved model may not stop"
+                f"; {NO_STOP} (ids {', '.join(map(str, self._stop_ids))}), because the chat template ends"
+                " the assistant's turns otherwise: the saved model may not stop"
             )
         return line
 
-    def count_overlong(self) -> int:
-        """Number of rows with samples that are longer than `max_seq_len`; looks at all of them."""
-        if self.max_seq_len is None:
-            return 0
-        return sum(self._row_tokens(row) > self.max_seq_len for row in set(self._sample_row))
+    def _trains_on_stop(self) -> bool:
+        """Whether any row with a sample trains on a stop token; nearly always the first one tells."""
+        rows = np.unique(self._sample_row).tolist()
+        return any(np.isin(self._tokens.read(row)[1], self._stop_ids).any() for row in rows)
 
-    def _row_tokens(self, index: int) -> int:
-        """How many tokens a row has, without making them where the reader can tell."""
-        if index in self._kept:
-            return len(self._kept[index][0])
-        count = getattr(self._reader, "count_tokens", None)
-        return len(self._tokenized(index)[0]) if count is None else int(count(self._rows[index]))
-
-    def _tokenized(self, index: int) -> tuple[list[int], list[int]]:
-        if index in self._kept:
-            tokens, labels = self._kept[index]
-            return tokens.tolist(), labels.tolist()
-        try:
-            return self._reader.tokenize(self._rows[index])
-        except UserError as error:
-            raise UserError(
-                f"{self._place(index)}: {error} (on_bad_row: skip leaves such rows out)"
-            ) from error
+    @property
+    def lengths(self) -> Int64:
+        """int64 [samples]: the tokens of each."""
+        left = self._tokens.lengths[self._sample_row] - self._sample_start
+        return left if self.max_seq_len is None else np.minimum(left, self.max_seq_len)
 
     def token_count(self, index: int) -> int:
-        """How many tokens sample `index` has, without making them where the reader can tell."""
-        tokens = self._row_tokens(self._sample_row[index]) - self._sample_start[index]
-        return tokens if self.max_seq_len is None else min(tokens, self.max_seq_len)
+        """How many tokens sample `index` has, without making them."""
+        left = int(self._tokens.lengths[self._sample_row[index]] - self._sample_start[index])
+        return left if self.max_seq_len is None else min(left, self.max_seq_len)
+
+    def read(self, index: int, start: int, length: int | None) -> tuple[Int32, Int32]:
+        """(tokens, labels), int32 [length] each, of a part of sample `index`; not to be written to."""
+        row, begin = int(self._sample_row[index]), int(self._sample_start[index])
+        return self._tokens.read(row, begin + start, length)
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._sample_row)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Sample `index`: "tokens" and "labels" (not shifted; -100 = not trained on).
-
-        Raises:
-            UserError: When the row cannot be tokenised, naming it.
-        """
-        row, start = self._sample_row[index], self._sample_start[index]
-        if row in self._kept:
-            tokens, labels = self._kept[row]
-            stop = None if self.max_seq_len is None else start + self.max_seq_len
-            if stop is not None and self.overlong == "truncate" and len(tokens) > stop:
-                self._note_truncated(row, len(tokens))
-            return {"tokens": tokens[start:stop].tolist(), "labels": labels[start:stop].tolist()}
-        token_list, label_list = self._tokenized(row)
-        if self.max_seq_len is not None and len(token_list) > self.max_seq_len:
-            self._note_truncated(row, len(token_list))
-        limit = self.max_seq_len
-        return {"tokens": token_list[:limit], "labels": label_list[:limit]}
-
-    def _note_truncated(self, row: int, length: int) -> None:
-        if not self._truncated_rows and not self._partial:
-            logger.warning(
-                "%s has %d tokens and is cut to max_seq_len %d; further rows are cut without a "
-                "warning (overlong: split, drop or error handle them otherwise)",
-                self._place(row),
-                length,
-                self.max_seq_len,
-            )
-        self._truncated_rows.add(row)
+        """Sample `index`: "tokens" and "labels" (not shifted; -100 = not trained on)."""
+        tokens, labels = self.read(index, 0, self.max_seq_len)
+        return {"tokens": tokens.tolist(), "labels": labels.tolist()}
 
 
 def log_data_line(line: str) -> None:

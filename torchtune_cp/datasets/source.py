@@ -33,7 +33,12 @@ class Rows(Protocol):
 
 
 def load_rows(
-    source: str, *, split: str | None = "train", max_rows: int | None = None, **kwargs: Any
+    source: str,
+    *,
+    split: str | None = "train",
+    max_rows: int | None = None,
+    num_proc: int | None = None,
+    **kwargs: Any,
 ) -> Rows:
     """Load a table of rows: local files, or what `datasets.load_dataset` finds, without progress bars.
 
@@ -45,6 +50,7 @@ def load_rows(
             "arrow" with `data_files`: local files, no network needed. Or a folder, or a hub data set's name.
         split: Which part, in the library's notation: "train", "train[:90%]", "train[100:]", ...
         max_rows: Take only the first so many rows.
+        num_proc: The most processes that the library may use; None = one.
         **kwargs: For `load_dataset`: `data_files`, `data_dir`, `name`, `revision`, ...
 
     Raises:
@@ -57,10 +63,14 @@ def load_rows(
         )
     if max_rows is not None and max_rows < 1:
         raise UserError(f"dataset.max_rows must be 1 or more, not {max_rows}")
+    if num_proc is not None and num_proc < 1:
+        raise UserError(f"dataset.num_proc must be 1 or more, not {num_proc}")
     rows = None
     if source in FORMATS and set(kwargs) == {"data_files"} and isinstance(split, str):
         rows = _record_rows(source, split, kwargs["data_files"])
     if rows is None:
+        if num_proc is not None and num_proc > 1:
+            kwargs["num_proc"] = num_proc
         rows = _load(source, split, **kwargs)
     if max_rows is not None and len(rows) > max_rows:
         rows = rows.select(range(max_rows))
@@ -112,7 +122,7 @@ def _load(source: str, split: str | None, **kwargs: Any) -> Any:
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # asks a server, for local files too
     try:
-        with _quiet():
+        with quiet():
             rows = datasets.load_dataset(source, split=split, **kwargs)
     except Exception as error:
         # The library raises many unrelated types (of its own, of pyarrow, of the network stack); all
@@ -136,7 +146,7 @@ def _without_nulls(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Neither bars nor log lines of the libraries: the error that follows says it all, once."""
     import datasets
     from huggingface_hub.utils import logging as hub_logging

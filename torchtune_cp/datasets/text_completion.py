@@ -59,6 +59,7 @@ def text_completion_dataset(
     overlong: str | None = None,
     on_bad_row: str = "error",
     max_rows: int | None = None,
+    num_proc: int | None = None,
     **load_dataset_kwargs: Any,
 ) -> SFTDataset | PackedDataset:
     """Rows of plain text, each a document of its own.
@@ -78,6 +79,7 @@ def text_completion_dataset(
             "split" with `split_across_pack`, else "error" is the default. See `SFTDataset`.
         on_bad_row: "error" or "skip", for rows whose text is missing, null or not a string.
         max_rows: Read only the first so many rows.
+        num_proc: The most processes that read and tokenise; None = one a core. Few rows need one.
         **load_dataset_kwargs: `data_files`, `data_dir`, `name`, ... for `datasets.load_dataset`.
 
     Raises:
@@ -89,6 +91,7 @@ def text_completion_dataset(
         source=source,
         split=split,
         max_rows=max_rows,
+        num_proc=num_proc,
         max_seq_len=max_seq_len,
         overlong=overlong,
         packed=packed,

@@ -28,16 +28,21 @@ class FileRows:
         return len(self._files)
 
     def __getitem__(self, index: int) -> Mapping[str, str]:
-        """The file's text, without a byte order mark; UserError when it is not UTF-8."""
+        """The file's text, without a byte order mark; UserError when it is not UTF-8, or cannot be read."""
         try:
             text = self._files[index].read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
         except OSError as error:
-            raise UserError(f"cannot be read: {error}") from error
+            raise UserError(f"cannot be read ({error.strerror})") from error
         if "\0" in text:
             raise UserError(f"has NUL bytes, which no text has (at character {text.index(chr(0))})")
         return {"text": text}
+
+    @property
+    def nbytes(self) -> int:
+        """The sizes of the files together."""
+        return sum(file.stat().st_size for file in self._files)
 
     def fingerprint(self) -> str:
         """A hash of the files' paths below the folder and of their contents."""
@@ -73,6 +78,7 @@ def text_folder_dataset(
     packed: bool = False,
     split_across_pack: bool = True,
     packing_strategy: str = "greedy",
+    num_proc: int | None = None,
 ) -> SFTDataset | PackedDataset:
     """Every file of a folder as one document; needs no network and no download.
 
@@ -97,6 +103,7 @@ def text_folder_dataset(
         split_across_pack: Packed: whether one may be cut where a pack ends.
         packing_strategy: Packed: "greedy" keeps the order, "best_fit" fills better; see
             `torchtune_cp.data.packing.pack_documents`.
+        num_proc: The most processes that tokenise; None = one a core. Few or small files need one.
 
     Raises:
         UserError: When the folder does not exist, no file matches, or a file cannot be read.
@@ -130,6 +137,7 @@ def text_folder_dataset(
         on_bad_row=on_bad_row,
         min_tokens=min_tokens,
         max_rows_used=max_files,
+        num_proc=num_proc,
         name=str(root),
     )
 

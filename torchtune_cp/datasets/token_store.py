@@ -1,29 +1,41 @@
-"""The tokens of all documents of a dataset, made once and read from disk by every rank.
+"""The outcomes of all rows of a dataset, made by several processes once and read from disk by every rank.
 
-Packing has to know the length of every document, so all of them are tokenised before the first step.
-Their tokens are kept, not their lengths alone: a piece of a long document could otherwise only be had by
-tokenising all of it again, and every rank would tokenise on its own. A file that is mapped into memory
-costs 4 bytes a token on disk, is shared by the ranks of a node, and is there at the next start.
+The samples of a run can be laid out only when the length of every row is known, so all of them are
+tokenised before the first step, by `datasets.Dataset.map`. The tokens are kept: files that are mapped
+into memory cost 4 bytes a token on disk, are shared by the ranks of a node, and are there at the next
+start. Few rows are quicker made than looked up: each process makes them for itself, in memory.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
-import numpy as np
+import pyarrow as pa
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
-from torchtune_cp.data.packing import Int64
+from torchtune_cp.datasets.fingerprint import fingerprint
+from torchtune_cp.datasets.mapping import map_rows
+from torchtune_cp.datasets.source import Rows
+from torchtune_cp.datasets.token_table import (
+    MALFORMED,
+    Outcome,
+    TokenTable,
+    Transform,
+    map_files,
+    outcome_at,
+    table_of,
+)
 from torchtune_cp.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -31,58 +43,57 @@ logger = logging.getLogger(__name__)
 CACHE_VARIABLE = "TUNE_CACHE_DIR"
 
 #: Raise it when the files change; old folders are then not looked at any more.
-FORMAT = 1
-_TOKENS, _LABELS, _LENGTHS, _META = "tokens.i32", "labels.i32", "lengths.i64", "meta.json"
-_TYPES = {_TOKENS: "<i4", _LABELS: "<i4", _LENGTHS: "<i8"}
+FORMAT = 3
+#: Rows and bytes below both of which every process makes the tokens for itself, in memory.
+FEW_ROWS = 4000
+FEW_BYTES = 8 << 20
+#: Rows that are tried before any process is started: a wrong column shows in all of them.
+_TRIED_FIRST = 100
+#: How long other ranks of a node leave it to the first one to begin, whose log lines and bar are seen.
+_HEAD_START_S = 5.0
+_META = "meta.json"
 _CHUNK = 1 << 24  # bytes, for checksums
-
-
-class Documents(Protocol):
-    """A map-style dataset of `{"tokens", "labels"}`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class DamagedStore(Exception):
     """The files of a store are not what was written."""
 
 
-class TokenStore:
-    """Tokens and labels of documents, one behind the other.
+@dataclass(frozen=True)
+class Job:
+    """Rows, and what is to be made of them.
 
     Attributes:
-        lengths: int64 [documents], tokens of each.
+        rows: The data.
+        transform: Makes the outcome of a row.
+        content: All that the outcomes depend on besides the rows and the code, for `fingerprint`; None =
+            nothing is kept, and all is done in this process.
+        name: What messages call the data.
+        num_proc: The most processes; None = one a core.
+        refuse: Called with the place and outcome of the first rows before any process is started; raises
+            for one that ends the run.
     """
 
-    def __init__(self, files: Mapping[str, Any], folder: Path | None = None) -> None:
-        """Take over the contents.
+    rows: Rows
+    transform: Transform
+    content: Any
+    name: str
+    num_proc: int | None = None
+    refuse: Callable[[int, Outcome], None] | None = None
 
-        Args:
-            files: Arrays by file name; labels are left out where they are the tokens everywhere.
-            folder: Where the arrays are mapped from; None when they are in memory.
-        """
-        self.lengths: Int64 = np.asarray(files[_LENGTHS], dtype=np.int64)
-        self.folder = folder
-        self._tokens = files[_TOKENS]
-        self._labels = files.get(_LABELS, self._tokens)
-        self._begin = np.cumsum(self.lengths) - self.lengths
+    def few(self, begin: int, end: int) -> bool:
+        """Whether so many rows need neither processes nor a cache."""
+        return end - begin < FEW_ROWS and bytes_of(self.rows, begin, end) < FEW_BYTES
 
-    def __len__(self) -> int:
-        """Number of documents."""
-        return len(self.lengths)
-
-    def read(self, document: int, start: int, length: int) -> tuple[Any, Any]:
-        """(tokens, labels), int32 [length] each, of a part of a document."""
-        begin = int(self._begin[document]) + start
-        return self._tokens[begin : begin + length], self._labels[begin : begin + length]
-
-    def __reduce__(self) -> Any:
-        # A loader's worker maps the files too, instead of being sent their contents.
-        if self.folder is None:
-            return super().__reduce__()
-        return _map, (self.folder,)
+    def key(self, begin: int, end: int) -> str | None:
+        """Names the content of some of the outcomes; None when it cannot be told."""
+        if self.content is None:
+            return None
+        try:
+            return fingerprint([self.rows, begin, end, self.content])
+        except TypeError as error:
+            logger.info("%s: tokens are not kept for the next start: %s", self.name, error)
+            return None
 
 
 def cache_dir() -> Path:
@@ -94,93 +105,111 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "torchtune_cp"
 
 
-def stored_tokens(
-    make_documents: Callable[[], Documents],
-    *,
-    name: str,
-    key: str | None,
-    folder: Path | None = None,
-    progress: bool = True,
-) -> TokenStore:
-    """The tokens of a dataset: from the cache, or made by one process while the others wait.
+def bytes_of(rows: Rows, begin: int, end: int) -> int:
+    """About how many bytes some rows have; 0 where it cannot be told without reading them."""
+    table = getattr(rows, "data", None)  # of a `datasets.Dataset`
+    size = getattr(rows if table is None else table, "nbytes", 0)
+    return int(size * (end - begin) / max(1, len(rows if table is None else table)))
+
+
+def stored_tokens(job: Job, begin: int, end: int) -> TokenTable:
+    """The outcomes of rows: from the cache, or made by one rank's processes while the others wait.
 
     The first process that comes holds a lock on a file while it works, so the ranks of a run, and runs
     that start together, do the work once. Nobody waits in a collective, so no time-out can end it, and
     the lock of a process that dies is free at once.
 
     Args:
-        make_documents: Makes the dataset; called where it has to be read.
-        name: What messages call the data.
-        key: Names the content (see `fingerprint`): what was made under it is used again. None makes the
-            tokens anew, in memory.
-        folder: Of the cache; None = `cache_dir()`. Where it cannot be written, the tokens are made in
-            memory, with a warning.
-        progress: Show a bar where it takes more than a few seconds.
+        job: What to make.
+        begin: The first row.
+        end: Behind the last row.
 
     Raises:
-        UserError: A malformed row, or a dataset that gives no tokens.
+        UserError: One of the first rows is refused, the cache is full, or a process died.
     """
+    key = None if job.few(begin, end) else job.key(begin, end)
     if key is None:
-        return _in_memory(make_documents, name, progress)
-    root = (folder or cache_dir()) / "tokens"
+        return _in_memory(job, begin, end)
+    root = cache_dir() / "tokens"
     target = root / key
     store = _from_cache(target)
     if store is not None:
         return store
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(root / f"{key}.lock")
+        file = root / f"{key}.lock"
+        _leave_it_to_the_first_rank(file, target)
+        lock = FileLock(file)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            logger.info("another process tokenises %s; waiting for it", name)
+            logger.info("another process tokenises %s; waiting for it", job.name)
             lock.acquire()
-        try:
-            store = _from_cache(target, damaged_is_removed=True)
-            for left in root.glob(f"{key}.*.scratch"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            if store is None:
-                _make(target, make_documents, name, progress)
-                store = _map(target)
-        finally:
-            lock.release()
-        return store
     except (OSError, NotImplementedError) as error:  # the latter: no locks on this file system
         logger.warning(
             "%s: the tokens cannot be kept in %s (%s); every process makes its own, in memory "
             "(%s chooses another folder)",
-            *(name, root, error, CACHE_VARIABLE),
+            *(job.name, root, error, CACHE_VARIABLE),
         )
-        return _in_memory(make_documents, name, progress)
+        return _in_memory(job, begin, end)
+    try:
+        store = _from_cache(target, damaged_is_removed=True)
+        for left in root.glob(f"{key}.*.scratch"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        if store is None:
+            _make(job, begin, end, target)
+            store = _map(target)
+        return store
+    except OSError as error:
+        raise UserError(
+            f"the tokens of {job.name} cannot be kept in {root}: {error}; make room there or name "
+            f"another folder in {CACHE_VARIABLE}"
+        ) from error
+    finally:
+        lock.release()
 
 
-def _from_cache(target: Path, damaged_is_removed: bool = False) -> TokenStore | None:
+def _leave_it_to_the_first_rank(lock: Path, target: Path) -> None:
+    """Return when somebody has begun, or nobody has for a while: the first rank may not read at all."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    give_up = time.monotonic() + _HEAD_START_S
+    while not (lock.exists() or target.exists()) and time.monotonic() < give_up:
+        time.sleep(0.05)
+
+
+def _from_cache(target: Path, damaged_is_removed: bool = False) -> TokenTable | None:
     if not target.is_dir():
         return None
     try:
         _verify(target)
         return _map(target)
-    except DamagedStore as error:
+    except (DamagedStore, pa.ArrowException) as error:
         if damaged_is_removed:
             logger.warning("%s is damaged (%s) and is made again", target, error)
             shutil.rmtree(target)
         return None
 
 
-def _make(target: Path, make_documents: Callable[[], Documents], name: str, progress: bool) -> None:
+def _make(job: Job, begin: int, end: int, target: Path) -> None:
     """Write the files into a folder beside `target` and give it that name when it is complete."""
+    if job.refuse is not None and begin == 0:
+        tried = _outcomes(job, begin, min(begin + _TRIED_FIRST, end))
+        for place, outcome in enumerate(tried, begin):
+            job.refuse(place, outcome)
     scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".scratch", dir=target.parent))
     try:
-        files: dict[str, IO[bytes]] = {}
-        for file in _TYPES:
-            files[file] = (scratch / file).open("wb")
-        try:
-            labels_differ = _tokenise(make_documents(), files, name, progress)
-        finally:
-            for opened in files.values():
-                opened.close()
-        if not labels_differ:
-            (scratch / _LABELS).unlink()
+        map_rows(
+            job.rows,
+            job.transform,
+            begin=begin,
+            end=end,
+            name=job.name,
+            num_proc=job.num_proc,
+            nbytes=bytes_of(job.rows, begin, end),
+            file=scratch / "rows.arrow",
+            fingerprint=target.name,
+        )
         meta = {
             "format": FORMAT,
             "files": {f.name: [f.stat().st_size, _checksum(f)] for f in sorted(scratch.iterdir())},
@@ -192,47 +221,28 @@ def _make(target: Path, make_documents: Callable[[], Documents], name: str, prog
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _in_memory(make_documents: Callable[[], Documents], name: str, progress: bool) -> TokenStore:
-    files: dict[str, IO[bytes]] = {file: io.BytesIO() for file in _TYPES}
-    labels_differ = _tokenise(make_documents(), files, name, progress)
-    arrays = {
-        file: np.frombuffer(files[file].getbuffer(), dtype=kind)  # type: ignore[attr-defined]
-        for file, kind in _TYPES.items()
-        if labels_differ or file != _LABELS
-    }
-    return TokenStore(arrays)
+def _in_memory(job: Job, begin: int, end: int) -> TokenTable:
+    outcomes = _outcomes(job, begin, end)
+    tables = []
+    while chunk := list(islice(outcomes, 1000)):
+        tables.append(table_of(chunk))
+    return TokenTable(tables or [table_of([])])
 
 
-def _tokenise(
-    documents: Documents, files: Mapping[str, IO[bytes]], name: str, progress: bool
-) -> bool:
-    """Write all documents; returns whether a label is another than its token."""
-    labels_differ, total = False, 0
-    # disable=None: no bar where standard error is not a terminal.
-    bar = tqdm(
-        range(len(documents)),
-        desc=f"tokenising {name}",
-        unit="doc",
-        delay=2,
-        disable=None if progress else True,
-    )
-    for index in bar:
-        sample = documents[index]
-        tokens = np.asarray(sample["tokens"], dtype="<i4")
-        labels = np.asarray(sample["labels"], dtype="<i4")
-        if len(tokens) != len(labels):
-            raise UserError(
-                f"sample {index} of {name} has {len(tokens)} tokens but {len(labels)} labels; a "
-                "dataset must give one label for each token"
-            )
-        labels_differ = labels_differ or not np.array_equal(tokens, labels)
-        files[_TOKENS].write(tokens.tobytes())
-        files[_LABELS].write(labels.tobytes())
-        files[_LENGTHS].write(np.int64(len(tokens)).astype("<i8").tobytes())
-        total += len(tokens)
-    if total == 0:
-        raise UserError(f"no samples in {name}: {len(documents)} documents without a token")
-    return labels_differ
+def _outcomes(job: Job, begin: int, end: int) -> Iterator[Outcome]:
+    if not isinstance(job.rows, Iterable):
+        yield from (outcome_at(job.rows, place, job.transform) for place in range(begin, end))
+        return
+    in_order = iter(job.rows)  # tables iterate far faster than they index
+    for place in range(end):
+        try:
+            row = next(in_order)
+        except UserError as error:  # of this row: the next ones may be had
+            outcome = Outcome(cause=MALFORMED, note=str(error))
+        else:
+            outcome = job.transform(row) if place >= begin else Outcome()
+        if place >= begin:
+            yield outcome
 
 
 def _checksum(path: Path) -> int:
@@ -248,7 +258,7 @@ def _verify(folder: Path) -> None:
     try:
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         said = {name: (int(size), int(check)) for name, (size, check) in meta["files"].items()}
-        if meta["format"] != FORMAT or not {_TOKENS, _LENGTHS} <= set(said) <= set(_TYPES):
+        if meta["format"] != FORMAT or not said:
             raise DamagedStore(f"{_META} does not describe it")
         for name, (size, check) in said.items():
             found = (folder / name).stat().st_size
@@ -260,10 +270,5 @@ def _verify(folder: Path) -> None:
         raise DamagedStore(f"{type(error).__name__}: {error}") from error
 
 
-def _map(folder: Path) -> TokenStore:
-    files = {
-        name: np.memmap(folder / name, dtype=kind, mode="r")
-        for name, kind in _TYPES.items()
-        if (folder / name).exists()
-    }
-    return TokenStore(files, folder)
+def _map(folder: Path) -> TokenTable:
+    return map_files(sorted(folder.glob("*.arrow")))

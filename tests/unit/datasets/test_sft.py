@@ -70,24 +70,16 @@ class TestOverlong:
         assert lengths(dataset(60, 59, max_seq_len=60, overlong="error")) == [60, 59]
 
     def test_truncating_keeps_the_beginning(self, caplog: pytest.LogCaptureFixture) -> None:
-        ds = dataset(61, 60, 70, max_seq_len=60)
-        assert ds.count_overlong() == 2
-        assert ds.stats.truncated == 0
         with caplog.at_level(logging.WARNING):
-            assert lengths(ds) == [60, 60, 60]
-            assert lengths(ds) == [60, 60, 60]
+            ds = dataset(61, 60, 70, max_seq_len=60)
+            assert lengths(ds) == ds.lengths.tolist() == [60, 60, 60]
         assert ds[0]["tokens"] == list(range(60))
         assert ds[0]["labels"] == list(range(0, 600, 10))
         assert ds.stats.truncated == 2
         assert caplog.messages == [
-            "row 0 of test.jsonl has 61 tokens and is cut to max_seq_len 60; further rows are cut "
-            "without a warning (overlong: split, drop or error handle them otherwise)"
+            "row 0 of test.jsonl has 61 tokens and is cut to max_seq_len 60, and 1 further rows are cut "
+            "(overlong: split, drop or error handle them otherwise)"
         ]
-
-    def test_truncating_is_the_same_when_rows_were_tokenised_at_the_start(self) -> None:
-        ds = dataset(61, None, 60, max_seq_len=60, on_bad_row="skip")
-        assert lengths(ds) == [60, 60]
-        assert ds.stats.truncated == 1
 
     def test_dropping_leaves_overlong_rows_out(self) -> None:
         ds = dataset(61, 60, 61, max_seq_len=60, overlong="drop")
@@ -97,18 +89,12 @@ class TestOverlong:
     def test_without_a_limit_nothing_is_cut(self) -> None:
         for policy in ("truncate", "split", "drop", "error"):
             assert lengths(dataset(500, overlong=policy)) == [500]
-        assert dataset(500).count_overlong() == 0
+        assert dataset(500).stats.truncated == 0
 
-    def test_rows_are_tokenised_when_read_unless_their_length_matters(self) -> None:
+    def test_rows_are_tokenised_once_at_the_start(self) -> None:
         reader = CountReader()
         ds = SFTDataset([{"n": 5}, {"n": 6}], reader, max_seq_len=3)
-        assert reader.tokenized == 0
-        assert ds[1]["tokens"] == [0, 1, 2]
-        assert reader.tokenized == 1
-        ds = SFTDataset([{"n": 5}, {"n": 6}], reader, max_seq_len=3, overlong="split")
-        assert reader.tokenized == 3
-        lengths(ds)
-        assert reader.tokenized == 3
+        assert (lengths(ds), ds.token_count(1), reader.tokenized) == ([3, 3], 3, 2)
 
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 12))
@@ -137,15 +123,34 @@ class TestBadRows:
         assert ds.stats.bad_skipped == 2
 
     def test_a_row_that_cannot_be_tokenised_is_named(self) -> None:
-        ds = dataset(3, 13)
         with pytest.raises(UserError, match=r"row 1 of test\.jsonl: thirteen cannot"):
-            ds[1]
-        with pytest.raises(UserError, match=r"row 1 of test\.jsonl: thirteen cannot"):
-            dataset(3, 13, max_seq_len=5, overlong="split")
+            dataset(3, 13)
+
+    def test_the_first_row_that_is_refused_is_named_whatever_is_wrong_with_it(self) -> None:
+        given = {"max_seq_len": 5, "overlong": "error"}
+        with pytest.raises(UserError, match=r"row 1 of .* has 9 tokens"):
+            dataset(3, 9, None, **given)
+        with pytest.raises(UserError, match=r"row 1 of .* column 'n' is null"):
+            dataset(3, None, 9, **given)
+        assert lengths(dataset(3, 0, 4, None, 9, max_rows_used=2, **given)) == [3, 4]
+
+    def test_no_more_rows_are_looked_at_than_it_takes(self) -> None:
+        reader = CountReader()
+        rows = [{"n": n} for n in (0, 0, 0, 5, 0, 6, 7, 8, 9)]
+        ds = SFTDataset(rows, reader, max_rows_used=2)
+        assert (lengths(ds), ds.stats.rows, ds.stats.empty_skipped) == ([5, 6], 6, 4)
+        assert reader.tokenized == 4, "2 rows, then 2, then 4"
 
     def test_a_worker_reports_the_row_in_one_line(self) -> None:
+        class Refusing:
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, index: int) -> dict[str, list[int]]:
+                raise UserError("row 1 of test.jsonl: thirteen cannot be read")
+
         loader = build_dataloader(
-            dataset(3, 13),
+            Refusing(),
             batch_size=1,
             dp_rank=0,
             dp_degree=1,
