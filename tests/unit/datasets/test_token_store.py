@@ -234,7 +234,7 @@ from torchtune_cp.data import HFTokenizer, byte_tokenizer
 from torchtune_cp.datasets import mapping, text_folder_dataset, token_store
 token_store.FEW_ROWS, mapping._ROWS_A_PROCESS = 0, 1
 def encode(self, text, **_):
-    os.write(1, b"begun\n")
+    os.write(1, b"begun\\n")
     time.sleep(300)
 HFTokenizer.encode, token_store._TRIED_FIRST = encode, 0
 text_folder_dataset(byte_tokenizer(), sys.argv[1], num_proc=2)
