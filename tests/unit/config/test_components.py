@@ -213,7 +213,7 @@ def test_a_source_that_brings_code_is_refused(arguments: dict[str, Any], said: s
 ATTACKS = {
     "tokenizer": {"_component_": "torchtune_cp.checkpointing.durable.delete_hidden"},
     "model": {
-        **{"_component_": "torchtune_cp.models.llama3.llama3", "vocab_size": 9, "num_layers": 1},
+        **{"_component_": "torchtune_cp.models.llama3.llama3", "vocab_size": 272, "num_layers": 1},
         **{"num_heads": 1, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 8},
     },
     "metric_logger": {"_component_": "torchtune_cp.metrics.jsonl.MetricsFile"},
