@@ -204,6 +204,7 @@ def template_names(template: str) -> TemplateNames:
     except RecursionError as error:
         raise ConfigError("the chat template is nested too deeply") from error
     tracker = _NamesOnly(environment)
+    tracker.optimizer = None  # it would compute what is constant
     tracker.visit(source)
     data = "".join(node.data for node in source.find_all(nodes.TemplateData))
     return TemplateNames(
