@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.distributed.fixtures import VOCAB, Samples, recipe_config, run_recipe
+from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.checkpointing.agreement import Agreement
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import load_tensors, stored_tensors
@@ -140,7 +141,8 @@ def load_and_save_again(cfg: Any) -> None:
     dims = parallel_dims(typed)
     meshes = Meshes.build(dims, "cpu")
     checkpoints, found = open_checkpoints(typed)
-    model = build_model(typed, None, meshes, torch.device("cpu"), 0, found)
+    weights = FullModelHFCheckpointer(None)
+    model = build_model(typed, weights, meshes, torch.device("cpu"), 0, found)
     loader = build_loader(typed, typed.dataset, None, meshes, seed=0)
     at = RunPosition.start(typed, loader, found)
     optimizer, scheduler, _ = build_optimizer(typed, model, at.total_steps)

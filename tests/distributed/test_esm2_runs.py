@@ -193,7 +193,9 @@ def _numbers(lines, after=0):
 def test_the_curve_is_that_without_context_parallelism(curves, one, other, tolerance):
     first, second = _numbers(curves[one]), _numbers(curves[other])
     assert len(first) == len(second) > STEPS * len(KEYS)
-    assert second == pytest.approx(first, rel=tolerance)
+    # In bf16 two logits that nearly tie may change places: one guess of the step's 140 label tokens.
+    guess = 1.01 / 140 if tolerance > 1e-3 else 0.0
+    assert second == pytest.approx(first, rel=tolerance, abs=guess)
     losses = [line["loss"] for line in curves[other] if "loss" in line]
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]

@@ -139,10 +139,13 @@ def _assert_same_run(folder, expected):
     for ours, theirs in zip(_lines(folder), _lines(expected), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
+    # AdamW divides by the root of its second moment: where a gradient is all but rounding, so is the
+    # step, and it differs with the order of sums (3e-6 on one processor, below 1e-6 on another).
+    tolerance = 1e-5 if "adamw" in folder.name else 1e-6
     weights = _weights(folder)
     for key, theirs in _weights(expected).items():
         error = (weights[key] - theirs).abs().max() / theirs.abs().max()
-        assert error < 1e-6, (folder.name, key, error)
+        assert error < tolerance, (folder.name, key, error)
 
 
 @pytest.mark.distributed
