@@ -101,6 +101,13 @@ class WandBLogger:
         init_args = {key: value for key, value in init_args.items() if key in known}
         init_args["group"] = group
         init_args |= {name: mask_secrets(init_args[name]) for name in LABELS if name in init_args}
+        settings = init_args.get("settings")
+        if isinstance(settings, Mapping) and (named := {"base_url", "api_key"} & set(settings)):
+            # The user's own key goes to that address.
+            raise UserError(
+                f"metric_logger.settings.{min(named)}: a config does not choose where your key is sent;"
+                " set WANDB_BASE_URL and WANDB_API_KEY in the environment"
+            )
         folder = init_args.pop("dir", None) or log_dir
         self._owned = wandb.run is None
         self._logged_step: int | None = None
