@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,23 @@ class StdoutLogger:
         sys.stdout.flush()
 
 
-@checked_by(unknown_keys)
+def _filename_errors(filename: object) -> Iterator[UserError]:
+    """Say that a file's name leads out of its folder, if it does."""
+    if filename is None:
+        return
+    name = str(filename)
+    if not name.strip() or name in (".", "..") or any(part in name for part in ("/", "\\", "\0")):
+        yield UserError(
+            f"filename: {name!r} is not the name of a file in log_dir, without a folder"
+        )
+
+
+def _check_disk_logger(arguments: Mapping[str, Any], named: frozenset[str]) -> Iterator[UserError]:
+    yield from _filename_errors(arguments.get("filename"))
+    yield from unknown_keys(arguments, named)
+
+
+@checked_by(_check_disk_logger)
 class DiskLogger:
     """Writes the same lines to a file, or one JSON object a line; flushed after every step."""
 
@@ -66,15 +82,17 @@ class DiskLogger:
         Args:
             log_dir: Folder, made if needed.
             output_fmt: ``txt`` writes lines as `StdoutLogger` does, ``jsonl`` JSON objects.
-            filename: Default ``log_<unix time>.<output_fmt>``.
+            filename: A name in that folder. Default ``log_<unix time>.<output_fmt>``.
             **other: Keys of other loggers are let pass.
 
         Raises:
-            UserError: A key is unknown, or the file cannot be written.
+            UserError: A key is unknown, or the file leads out of the folder or cannot be written.
         """
         refuse_unknown_keys("DiskLogger", other, {"log_dir", "output_fmt", "filename"})
         if output_fmt not in ("txt", "jsonl"):
             raise UserError(f"metric_logger.output_fmt={output_fmt!r}; allowed: txt, jsonl")
+        for error in _filename_errors(filename):
+            raise UserError(f"metric_logger.{error}")
         self._as_json = output_fmt == "jsonl"
         name = filename or f"log_{int(time.time())}.{output_fmt}"
         self._path = Path(log_dir).expanduser() / name

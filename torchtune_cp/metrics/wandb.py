@@ -28,6 +28,23 @@ _CONFIG_NAME = "torchtune_config.yaml"
 _NOTE = "wandb_run_id"
 #: Arguments and variables with which users say themselves which run it is.
 _USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
+#: What ``settings`` of a config may hold: nothing that sends, reads or runs something else.
+_SETTINGS = (
+    "console",
+    "disable_code",
+    "disable_git",
+    "init_timeout",
+    "quiet",
+    "show_errors",
+    "show_info",
+    "show_warnings",
+    "silent",
+    "summary_timeout",
+    "x_disable_meta",
+    "x_disable_stats",
+    "x_label",
+    "x_stats_sampling_interval",
+)
 _USERS_VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME")
 
 
@@ -42,6 +59,21 @@ def _masked_command_line() -> Iterator[None]:
         sys.argv[1:] = arguments
 
 
+def _settings_errors(settings: Any) -> Iterator[UserError]:
+    """Say which settings a config may not choose: others name servers, files, programs and keys."""
+    if settings is None:
+        return
+    if not isinstance(settings, Mapping):
+        yield UserError(f"settings: expected a mapping, got {type(settings).__name__}")
+        return
+    for name in settings:
+        if name not in _SETTINGS:
+            yield UserError(
+                f"settings.{name}: a config does not choose it; allowed are {', '.join(_SETTINGS)}"
+                " (W&B reads WANDB_BASE_URL, WANDB_API_KEY and others from the environment)"
+            )
+
+
 def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Iterator[UserError]:
     lacking = list(needs_package("wandb"))
     if lacking:
@@ -50,6 +82,7 @@ def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Ite
     import wandb
 
     yield from unknown_keys(arguments, named, inspect.signature(wandb.init).parameters)
+    yield from _settings_errors(arguments.get("settings"))
 
 
 @checked_by(_check_arguments)
@@ -101,13 +134,11 @@ class WandBLogger:
         init_args = {key: value for key, value in init_args.items() if key in known}
         init_args["group"] = group
         init_args |= {name: mask_secrets(init_args[name]) for name in LABELS if name in init_args}
-        settings = init_args.get("settings")
-        if isinstance(settings, Mapping) and (named := {"base_url", "api_key"} & set(settings)):
-            # The user's own key goes to that address.
-            raise UserError(
-                f"metric_logger.settings.{min(named)}: a config does not choose where your key is sent;"
-                " set WANDB_BASE_URL and WANDB_API_KEY in the environment"
-            )
+        if not isinstance(
+            init_args.get("settings"), wandb.Settings
+        ):  # code of the user's own has that
+            for problem in _settings_errors(init_args.get("settings")):
+                raise UserError(f"metric_logger.{problem}")
         folder = init_args.pop("dir", None) or log_dir
         self._owned = wandb.run is None
         self._logged_step: int | None = None
