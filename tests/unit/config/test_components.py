@@ -321,7 +321,14 @@ def test_a_module_of_ones_own_may_hand_on_a_component_and_nothing_else(
 def test_shipped_configs_docs_and_readme_name_components_only() -> None:
     import re
 
+    # The security page shows one name that is refused, and says so.
+    attack = ("security.md", "torchtune_cp.checkpointing.durable.delete_hidden")
+    refused = []
     pages = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md")]
     for page in [*pages, *(CHECKOUT / "configs").rglob("*.yaml")]:
         for path in re.findall(r"_component_: (torch[\w.]*\.\w+)", page.read_text()):
-            assert callable(get_component(path)), (page, path)
+            try:
+                assert callable(get_component(path)), (page, path)
+            except ConfigError:
+                refused.append((page.name, path))
+    assert refused == [attack]
