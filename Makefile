@@ -28,14 +28,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED)
 	$(BIN)/python -m torchtune_cp.quickstart
 
+# One worker a core; a file stays on one worker, so that what its tests share is made once.
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not distributed and not slow and not gpu and not multi_gpu"
+	$(BIN)/python -m pytest $(WORKERS) -m "not distributed and not slow and not gpu and not multi_gpu"
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu and not multi_gpu"
+	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not multi_gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -60,10 +60,8 @@ def small_config(**overrides: Any) -> Any:
 TWO = {
     "cp2_full_offload": {"context_parallel_dim": 2} | FULL | OFFLOAD,
     "cp2_op_accumulate": {"context_parallel_dim": 2, "gradient_accumulation_steps": 2} | BY_OP,
-    "cp2_in_backward_fp32": {"context_parallel_dim": 2, "optimizer_in_bwd": True, "dtype": "fp32"},
 }
 FOUR = {
-    "cp4_full": {"context_parallel_dim": 4} | FULL,
     "hsdp_cp2_clip": {
         "context_parallel_dim": 2,
         "data_parallel_replicate_dim": 2,
@@ -72,6 +70,7 @@ FOUR = {
     "tp2_cp2": {"context_parallel_dim": 2, "tensor_parallel_dim": 2},
 }
 MORE_OF_TWO = {
+    "cp2_in_backward_fp32": {"context_parallel_dim": 2, "optimizer_in_bwd": True, "dtype": "fp32"},
     "cp1": {"context_parallel_dim": 1},
     "cp2": {"context_parallel_dim": 2},
     "cp2_full": {"context_parallel_dim": 2} | FULL,
@@ -138,6 +137,7 @@ MORE_OF_TWO = {
     "cp2_plain_adamw": {"context_parallel_dim": 2, "optimizer": {"fused": False}} | FULL,
 }
 MORE_OF_FOUR = {
+    "cp4_full": {"context_parallel_dim": 4} | FULL,
     "dp2_cp2": {"context_parallel_dim": 2},
     "dp2_cp2_full_offload": {"context_parallel_dim": 2, "batch_size": 2} | FULL | OFFLOAD,
     "cp4_rings_of_ulysses": {

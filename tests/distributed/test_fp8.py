@@ -46,6 +46,12 @@ LR = 0.5
 #: Recipe -> optimizer steps that are compared.
 STEPS = {"tensorwise": 1, "rowwise": 3, "rowwise_with_gw_hp": 3}
 
+
+def _steps(world):
+    """The recipes of a world: what the third adds to row-wise scales is the same on every mesh."""
+    return {r: n for r, n in STEPS.items() if world < 4 or r != "rowwise_with_gw_hp"}
+
+
 _CP, _REPLICATE, _TP = (
     "context_parallel_dim",
     "data_parallel_replicate_dim",
@@ -239,11 +245,11 @@ def test_steps_equal_a_single_process_float8_run(tmp_path, world):
             **mesh,
         )
         for name, mesh in MESHES[world].items()
-        for recipe, steps in STEPS.items()
+        for recipe, steps in _steps(world).items()
     ]
     run_ranks(world, run_recipe, cfgs, tmp_path / "stores")
     samples = uneven_samples().samples
-    for recipe, steps in STEPS.items():
+    for recipe, steps in _steps(world).items():
         exact = _reference(base, None, samples, steps=steps)
         for name, mesh in MESHES[world].items():
             kind = {"steps": steps, "divisor": 16 * mesh.get(_TP, 1)}

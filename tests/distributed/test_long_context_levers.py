@@ -31,7 +31,7 @@ FULL = {"enable_activation_checkpointing": True}
 OFFLOAD = FULL | {"enable_activation_offloading": True}
 EVERYTHING = TILED | REUSE | ON_HOST | OFFLOAD
 
-#: On the meshes that only vary dp2_cp2.
+#: On four processes; each lever alone is held against the run without it on one and on two.
 FEW = ("plain", "tiled", "everything", "adamw", "adamw_on_host", "adamw_everything")
 
 #: Single SGD steps, each compared with a plain loop and with the run without any of it.
@@ -72,7 +72,7 @@ MESHES = {
 
 def _names(mesh_name):
     steps, adamw = list(STEP_CASES), list(ADAMW_CASES)
-    if mesh_name in ("cp2_tp2", "replicate2_cp2"):
+    if mesh_name in MESHES[4]:
         return [n for n in steps if n in FEW], [n for n in adamw if n in FEW]
     return steps, adamw
 
