@@ -108,7 +108,8 @@ def _look_over_components(cfg: DictConfig) -> Findings:
     except Exception as error:  # noqa: BLE001  (what a resolver of the user's own raises)
         return Findings([one_line(error)])
     assert isinstance(tree, dict)
-    found = Findings(components_problems(tree))
+    problems = [*schema.naming_problems(from_environment(cfg)), *components_problems(tree)]
+    found = Findings(problems)
     checkpointer = tree.get("checkpointer")
     if isinstance(checkpointer, dict) and COMPONENT in checkpointer and not found.problems:
         _Trial({"checkpointer": checkpointer}, None, found).run()

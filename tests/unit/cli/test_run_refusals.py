@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtune_cp.cli import run
+from torchtune_cp.cli import rendezvous_options, run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import main
 from torchtune_cp.cli.rendezvous_options import settle_rendezvous
@@ -68,6 +69,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["--nnodes", "2", "--node-rank", "2", RECIPE, *TINY], "it is one of 0 to 1"),
         (["--nnodes", "1:2", RECIPE, *TINY], "--nnodes 1:2 needs --rdzv-endpoint"),
         (["--nnodes", "1:2", "--rdzv-backend", "static", RECIPE, *TINY], "use c10d"),
+        (
+            ["--rdzv-backend", "c10", RECIPE, *TINY],
+            "did you mean c10d?; allowed: static, c10d, etcd",
+        ),
+        (["--nnodes", "2", "--rdzv-backend", "MyOwn", RECIPE, *TINY], "got 'MyOwn'; allowed"),
+        (["--rdzv-backend", "etcd-v2", RECIPE, *TINY], "needs the package python-etcd"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:0", RECIPE, *TINY], "a port that they know"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:x", RECIPE, *TINY], "--rdzv-endpoint: The port"),
         (
@@ -279,12 +286,14 @@ def test_the_world_size_is_known_from_the_options(argv: list[str], size: int | N
         (["--nnodes", "2", "--rdzv-endpoint", "h:5"], "tune_static", "h:5"),
         (["--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=h"], "tune_c10d", "h:29400"),
         (["--nnodes", "1:2", "--rdzv-endpoint", "h:5"], "tune_c10d", "h:5"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:5"], "etcd", "h:5"),
+        (["--nnodes=2", "--rdzv-backend=installed", "--rdzv-endpoint=h:5"], "installed", "h:5"),
     ],
 )
 def test_only_who_asks_for_it_meets_with_pickled_state(
-    argv: list[str], backend: str, endpoint: str
+    argv: list[str], backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plugin = EntryPoint("installed", "some.module:handler", "torchrun.handlers")
+    monkeypatch.setattr(rendezvous_options, "entry_points", lambda group: EntryPoints([plugin]))
     args = run._torchrun_parser().parse_args([*argv, "recipe"])
     settle_rendezvous(args)
     assert (args.rdzv_backend, args.rdzv_endpoint) == (backend, endpoint)
