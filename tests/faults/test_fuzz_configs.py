@@ -49,7 +49,7 @@ def bad_lines(stderr: str) -> list[str]:
     return [
         line
         for line in stderr.splitlines()
-        if not line.startswith(_STARTS) or not line.isprintable() or len(line) > 5000
+        if not line.startswith(_STARTS) or not line.isprintable() or len(line) > 2600
     ]
 
 

@@ -212,7 +212,7 @@ class _Trial:
     def _check_model(self, checkpointer: Any, tokenizer: Any) -> None:
         import torch
 
-        from torchtune_cp.config import tensor_parallel_problems
+        from torchtune_cp.config import module_problems, tensor_parallel_problems
         from torchtune_cp.models import TransformerDecoder, TransformerEncoder
 
         with torch.device("meta"):
@@ -231,6 +231,8 @@ class _Trial:
             degree = self._values.get("tensor_parallel_dim", 1)
             if degree > 1:
                 self._found.problems += tensor_parallel_problems(vars(model.config), degree)
+        names = self._values.get("custom_sharded_layers") or ()
+        self._found.problems += module_problems(names, dict(model.named_modules()))
         self._found.problems += model_files_problems(model, checkpointer, tokenizer)
 
     def _check_optimizer(self) -> None:

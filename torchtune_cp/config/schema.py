@@ -397,8 +397,10 @@ def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
 
 
 # Keys whose values become the names of folders, files and runs.
-_NAMING_KEYS = ("output_dir", "log_dir", "dir", "filename", "project", "entity", "id")
-_NAMING_KEYS += ("resume_from", "fork_from", "x_label")
+_NAMING_KEYS = (
+    *("output_dir", "log_dir", "dir", "filename", "project", "entity", "id"),
+    *("resume_from", "fork_from", "x_label"),
+)
 
 
 def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:

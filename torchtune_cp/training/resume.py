@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
     Raises:
         UserError: The folder cannot be written.
     """
-    folder = Path(cfg.output_dir).expanduser()
+    folder = Path(os.path.expanduser(cfg.output_dir))
     try:
         if cfg.overwrite:
             (folder / METRICS_NAME).unlink(missing_ok=True)
