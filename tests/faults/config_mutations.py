@@ -1,8 +1,9 @@
-"""Configs that went wrong: every kind of damage that a file can come with, by chance from a seed."""
+"""Configs and JSON files that went wrong: every kind of damage, by chance from a seed."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -169,8 +170,23 @@ class Mutator:
                 self._damage_tree(tree)
             dumped = yaml.dump(tree, sort_keys=False, allow_unicode=self.rng.random() < 0.5)
             return (comments + dumped).encode("utf-8", "surrogatepass")
+        return self.mutate_text(text)
+
+    def mutate_json(self, text: str) -> bytes:
+        """Return a JSON file with one to three damages: mostly valid JSON that says something else."""
+        self.done = []
+        if self.rng.random() < 0.2:
+            return self.mutate_text(text)
+        tree = json.loads(text)
+        for _ in range(self.rng.choice([1, 1, 1, 2, 3])):
+            self._damage_tree(tree)
+        return json.dumps(tree, default=str).encode()
+
+    def mutate_text(self, text: str) -> bytes:
+        """Return a text with one to three damages, none of which knows what it says."""
+        self.done = []
         data = text.encode()
-        for _ in range(self.rng.choice([1, 1, 2, 3])):
+        for _ in range(self.rng.choice([1, 2, 3])):
             data = self._damage_text(data)
         return data
 
@@ -198,7 +214,7 @@ class Mutator:
         rng = self.rng
         places = list(_places(tree))
         kind = rng.choice(_KINDS)
-        node, key = rng.choice(places)
+        node, key = rng.choice(places) if rng.random() < 0.5 else self._way_down(tree)
         if kind == "component":
             named = [(n, k) for n, k in places if k == "_component_"]
             node, key = rng.choice(named or places)
@@ -237,6 +253,14 @@ class Mutator:
             key = rng.choice([*_KEYS, *(k for _, k in places if isinstance(k, str))])
             rng.choice(mappings)[key] = self.value()
         self.done.append(f"{kind} at {key!r:.60}")
+
+    def _way_down(self, node: Any) -> tuple[Any, Any]:
+        """A place that is as likely high up as far below, where most values are."""
+        while True:
+            key = self.rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], (dict, list)) or not node[key] or self.rng.random() < 0.3:
+                return node, key
+            node = node[key]
 
     def _damage_text(self, data: bytes) -> bytes:
         rng = self.rng

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,7 @@ from types import FrameType
 
 import pytest
 
-from tests.faults.config_mutations import SEEDS, Mutator, odd_files
+from tests.faults.config_mutations import ROOT, SEEDS, Mutator, odd_files
 from torchtune_cp.cli.main import main
 
 pytestmark = pytest.mark.slow
@@ -99,3 +102,35 @@ def test_mutated_configs_are_refused_by_validate_in_clear_lines(
             )
     assert findings == []
     assert refused > VALIDATED // 2
+
+
+@pytest.mark.distributed
+def test_mutated_configs_are_refused_by_run_or_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"  # paths of mutated configs may lead upwards
+    mutator = Mutator(7, odd_files(folder / "odd"))
+    environment = {**os.environ, **VARIABLES, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = folder / "config.yaml"
+    findings = []
+    for number in range(RUN):
+        source = mutator.rng.choice(SEEDS[:2])
+        path.write_bytes(mutator.mutate(source.read_text()))
+        recipe = "full_finetune_distributed" if "llama" in source.name else "esm2_mlm_distributed"
+        command = [sys.executable, "-m", "torchtune_cp", "run", "--nproc_per_node"]
+        command += [str(1 + number % 2), recipe, "--config", str(path), "epochs=1"]
+        command += [f"output_dir={folder / 'out'}", "overwrite=true", "max_steps_per_epoch=1"]
+        done = subprocess.run(
+            command,
+            env={**environment, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=RUN_LIMIT_S,
+            check=False,
+        )
+        said = done.stderr if done.returncode == 2 else ""
+        problem = complaint(done.returncode, said, (0, 2))
+        if problem or "Traceback" in done.stderr or VARIABLES["FUZZ_LONG"] in done.stderr:
+            what = f"seed 7, {number}, {source.name}, {mutator.done}: {problem}"
+            findings.append(f"{what}\n{done.stderr[-2000:]}")
+    assert findings == []

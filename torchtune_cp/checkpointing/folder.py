@@ -29,7 +29,7 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 def _require_folder(checkpoint_dir: str | Path) -> Path:
     folder = Path(os.path.expanduser(checkpoint_dir))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # where it cannot be looked at, too
         raise NotFoundHereError(
             f"checkpointer.checkpoint_dir: {folder} is not a folder; give the folder of a "
             "downloaded Hugging Face model (`tune download REPO_ID`), or null to start from "

@@ -115,8 +115,12 @@ def load_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:
-        # The library raises plain Exception for every kind of broken file.
+        tokenizer.encode("a")
+    except BaseException as error:
+        # The library raises plain Exception for every kind of broken file, and for some a panic of its
+        # own, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
     try:
         listed = _listed_tokens(folder, config)

@@ -98,7 +98,7 @@ def _matching(root: Path, patterns: Sequence[str]) -> set[Path]:
             found = (
                 [exact] if os.path.isfile(exact) else [f for f in root.glob(pattern) if f.is_file()]
             )
-        except (ValueError, NotImplementedError, OSError) as error:
+        except (ValueError, NotImplementedError, IndexError, OSError) as error:
             raise UserError(f"dataset.glob: {pattern!r} is no pattern of files: {error}") from None
         if not found:
             raise NotFoundHereError(f"dataset.glob: no file in {root} matches {pattern!r}")
