@@ -1,4 +1,4 @@
-"""A hundred damaged checkpoint.json, most of them signed anew: a run resumes, or says why not in clear lines."""
+"""A hundred damaged checkpoint.json, most signed anew: a run resumes, or says why not in clear lines."""
 
 from __future__ import annotations
 
