@@ -138,6 +138,7 @@ class _Trial:
         tokenizer = self._build("tokenizer")
         if tokenizer is not None:
             self._build("masking", tokenizer, seed=0)
+            self._check_packing(tokenizer)
         self._check_loss(self._build("loss"))
         self._check_model(checkpointer, tokenizer)
         self._check_optimizer()
@@ -194,6 +195,17 @@ class _Trial:
                 )
                 node = {n: v for n, v in node.items() if n != name} if name else None
         return None
+
+    def _check_packing(self, tokenizer: Any) -> None:
+        for key in ("dataset", "dataset_val"):
+            for place, node in _nodes(key, self._values.get(key)):
+                lengths = (node.get("max_seq_len"), getattr(tokenizer, "max_seq_len", 0))
+                is_ours = torchtune_names.resolve(node[COMPONENT]).startswith("torchtune_cp.")
+                if is_ours and node.get("packed") is True and lengths == (None, None):
+                    self._found.problems.append(
+                        f"{place}.packed: true needs the length of a pack in tokens: set"
+                        f" tokenizer.max_seq_len or {place}.max_seq_len"
+                    )
 
     def _check_loss(self, loss: Any) -> None:
         if loss is None:

@@ -34,6 +34,7 @@ _LOWEST = {
     "max_rows": 1,
     "max_seq_len": 1,
     "min_tokens": 0,
+    "num_proc": 1,
     "shuffle_buffer_size": 1,
 }
 

@@ -74,7 +74,9 @@ def _check_arguments(arguments: Mapping[str, Any], own: frozenset[str]) -> Itera
     fits = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
     if fits and isinstance(path, str | None) and not lacking:
         try:
-            _matching(_folder(path), patterns)
+            files = sorted(_matching(_folder(path), patterns))
+            if isinstance(arguments.get("split"), str):
+                _select(files, arguments["split"])
         except UserError as error:
             yield type(error)(str(error).removeprefix("dataset."))
 

@@ -23,6 +23,7 @@ from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import set_metrics_aside
 from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.saved_record import check_record
 
 _LOG = logging.getLogger(__name__)
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -47,7 +48,10 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
         keep_best=cfg.keep_best,
         on_save_error=cfg.on_save_error,
     )
-    return checkpoints, checkpoints.find(cfg.resume_from_checkpoint)
+    found = checkpoints.find(cfg.resume_from_checkpoint)
+    if found is not None and found.manifest is not None:
+        check_record(found.manifest)
+    return checkpoints, found
 
 
 def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
