@@ -213,6 +213,9 @@ class Mutator:
     def _damage_tree(self, tree: dict[str, Any]) -> None:
         rng = self.rng
         places = list(_places(tree))
+        if not places:  # an earlier damage has left nothing
+            tree["x"] = self.value()
+            return
         kind = rng.choice(_KINDS)
         node, key = rng.choice(places) if rng.random() < 0.5 else self._way_down(tree)
         if kind == "component":

@@ -81,8 +81,10 @@ def use_tokenizer(folder: Path, saved: Path) -> str:
             tokenizer.fingerprint()
             tokenizer.save(saved)
         return "used"
-    except UserError:
-        return "refused"
+    except UserError as error:
+        said = str(error)
+    assert "\n" not in said, said
+    return "refused"
 
 
 @pytest.mark.parametrize(
