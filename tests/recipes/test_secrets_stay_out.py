@@ -17,6 +17,15 @@ PLANTED = {
     "command line": "planted-on-the-command-line",
     "url": "planted-in-a-url",
 }
+#: Variables whose names say nothing, put in through ${oc.env:...}.
+INNOCENT = {
+    "OPENAI_KEY": "planted-by-openai",
+    "GITHUB_PAT": "planted-by-github",
+    "PGPASSWORD": "planted-by-postgres",
+    "MY_THING": "planted+of/my%own\\'",
+    "MY_PIN": "73519284",
+}
+PLANTED |= INNOCENT
 COMMAND = [
     *("run", "full_finetune_distributed", "--config", "tiny/llama_cpu"),
     *(
@@ -31,6 +40,11 @@ COMMAND = [
     "metric_logger.tags=['${hf_token}']",
     f"api_key={PLANTED['config']}",
     "metric_logger.job_type=${api_key}",
+    "metric_logger.name=${oc.env:OPENAI_KEY}",
+    "metric_logger.group=of-${oc.env:GITHUB_PAT}",
+    "metric_logger.config={thing: '${mine.thing}', pin: '${oc.decode:${oc.env:MY_PIN}}', x: [1]}",
+    "mine={thing: '${oc.env:MY_THING}', both: '${oc.env:HOME}/${oc.env:PGPASSWORD}'}",
+    "metric_logger.config.both=${mine.both}",
 ]
 
 
@@ -39,6 +53,7 @@ def _tune(*argv: str, out: Path) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
+        **INNOCENT,
         "WANDB_MODE": "offline",
         "WANDB_API_KEY": PLANTED["wandb key"],
         "HF_TOKEN": PLANTED["environment"],
@@ -68,12 +83,17 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(tmp_path):
     assert {
         path.name: _found(path.read_bytes()) for path in files if _found(path.read_bytes())
     } == {}
+    assert _found("\n".join(map(str, tmp_path.rglob("*"))).encode()) == []
+    for path in files:
+        if path.name in ("config.yaml", "checkpoint.json", "torchtune_config.yaml"):
+            assert path.stat().st_mode & 0o077 == 0, path
     names = {path.name for path in files}
     assert {"config.yaml", "metrics.jsonl", "torchtune_config.yaml"} <= names
     assert any(name.endswith(".wandb") for name in names)
     assert any(path.name == "checkpoint.json" for path in files)
     config = (tmp_path / "out" / "config.yaml").read_text()
     assert "https://***@host/x" in config
+    assert "${oc.env:OPENAI_KEY}" in config
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])

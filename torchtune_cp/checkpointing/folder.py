@@ -5,6 +5,7 @@ download before any process is started.
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -27,8 +28,8 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def _require_folder(checkpoint_dir: str | Path) -> Path:
-    folder = Path(checkpoint_dir).expanduser()
-    if not folder.is_dir():
+    folder = Path(os.path.expanduser(checkpoint_dir))
+    if not os.path.isdir(folder):  # where it cannot be looked at, too
         raise NotFoundHereError(
             f"checkpointer.checkpoint_dir: {folder} is not a folder; give the folder of a "
             "downloaded Hugging Face model (`tune download REPO_ID`), or null to start from "

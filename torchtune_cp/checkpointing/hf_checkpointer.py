@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import tempfile
 from functools import partial
@@ -157,8 +158,10 @@ class FullModelHFCheckpointer:
             problems.append(f"{key}.checkpoint_files needs checkpoint_dir, which is null")
         if problems:
             raise UserError("\n".join(problems))
-        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir).expanduser()
-        self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
+        self.checkpoint_dir = (
+            None if checkpoint_dir is None else Path(os.path.expanduser(checkpoint_dir))
+        )
+        self.output_dir = None if output_dir is None else Path(os.path.expanduser(output_dir))
         self._checkpoint_files = checkpoint_files
         self._source: HFFolderSource | None = None
         if self.checkpoint_dir is not None:

@@ -191,7 +191,7 @@ def save_hf_folder(
     own_agreement = agreement is None
     agreement = agreement or Agreement()
     # Not beside a link, but beside what it leads to: a rename stays on one disk.
-    final = Path(os.path.realpath(Path(folder).expanduser()))
+    final = Path(os.path.realpath(Path(os.path.expanduser(folder))))
     try:
         _save(
             shapes,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchtune_cp.errors import UserError
+
 _TUPLE, _PAIRS, _NUMBER, _TENSOR = "__tuple__", "__pairs__", "__number__", "__tensor__"
 _TAGS = (_TUPLE, _PAIRS, _NUMBER, _TENSOR)
 
@@ -42,6 +44,45 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
+def told(value: Any, like: Any, name: str) -> Any:
+    """Undo :func:`to_plain` for a value that is to take another one's place.
+
+    Args:
+        value: From a file.
+        like: What is there now: the new value must be of its kind.
+        name: What messages call it.
+
+    Raises:
+        UserError: It is not.
+    """
+    try:
+        found = from_plain(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"checkpoint.json: {name}: {' '.join(str(error).split())[:300]}") from None
+    if not _same_kind(found, like):
+        raise UserError(
+            f"checkpoint.json: {name} is {repr(found)[:120]}, where this run has {repr(like)[:120]}"
+        )
+    return found
+
+
+def _same_kind(value: Any, like: Any) -> bool:
+    if isinstance(like, Mapping):
+        # Another version of torch may know others.
+        return isinstance(value, Mapping) and all(
+            _same_kind(value[name], like[name]) for name in value.keys() & like.keys()
+        )
+    if isinstance(like, (list, tuple)):
+        fits = type(value) is type(like) and len(value) == len(like)
+        return fits and all(map(_same_kind, value, like))
+    numbers = (int, float)
+    if isinstance(like, numbers) and not isinstance(like, bool):
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    if isinstance(like, torch.Tensor):
+        return isinstance(value, torch.Tensor) and value.shape == like.shape
+    return value is None or like is None or type(value) is type(like)
+
+
 def from_plain(value: Any) -> Any:
     """Undo :func:`to_plain`; tensors come back on the CPU.
 
@@ -66,5 +107,12 @@ def from_plain(value: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{content[0]!r} is not a tensor's type")
         return torch.tensor(from_plain(content[1]), dtype=dtype)
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except (
+        LookupError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"not a value of a checkpoint: {value!r}: {error}") from error

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from torchtune_cp.errors import UserError
+
 
 def get_rng_state() -> dict[str, torch.Tensor]:
     """Read the generators of Python, NumPy, torch and, where there is one, this rank's CUDA device.
@@ -36,7 +38,18 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
 
     Args:
         states: What it returned; a generator that is not named is left as it is.
+
+    Raises:
+        UserError: A state that no generator has.
     """
+    try:
+        _set(states)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the checkpoint's random numbers cannot be continued: {reason}") from error
+
+
+def _set(states: Mapping[str, torch.Tensor]) -> None:
     if "python" in states:
         *words, gauss = states["python"].tolist()
         version = random.getstate()[0]

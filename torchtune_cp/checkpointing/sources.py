@@ -5,6 +5,7 @@ A source hands out slices, so that every rank reads only what it keeps.
 
 import hashlib
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class HFFolderSource:
         Raises:
             UserError: The folder is not whole.
         """
-        self.checkpoint_dir = Path(checkpoint_dir).expanduser()
+        self.checkpoint_dir = Path(os.path.expanduser(checkpoint_dir))
         self._to_hf_name = to_hf_name
         headers = read_headers(checkpoint_dir, checkpoint_files)
         # As transformers reads them; its version 5.24 writes layer norms under their oldest names.

@@ -7,6 +7,7 @@ are kept from save to save, and a thread then does what the training would other
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,7 +74,7 @@ class TrainingCheckpoints:
             on_save_error: ``raise`` ends the run when a save fails, ``continue`` logs it.
         """
         assert on_save_error in ("raise", "continue"), on_save_error
-        self.folder = Path(output_dir).expanduser() / CHECKPOINTS_NAME
+        self.folder = Path(os.path.expanduser(output_dir)) / CHECKPOINTS_NAME
         self._keep_last_n = keep_last_n
         self._keep_best = keep_best
         self._raises = on_save_error == "raise"

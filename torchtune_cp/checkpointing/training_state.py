@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtune_cp.checkpointing.plain_json import from_plain, to_plain
+from torchtune_cp.checkpointing.plain_json import to_plain, told
 from torchtune_cp.checkpointing.rng_state import get_rng_state, set_rng_state
 from torchtune_cp.errors import UserError
 
@@ -140,18 +140,28 @@ class TrainingState:
                 for key in values:
                     name = f"optimizer.state.{fqn}.{key}"
                     if name in saved["values"]:
-                        values[key] = from_plain(saved["values"][name])
+                        values[key] = told(saved["values"][name], values[key], name)
             set_optimizer_state_dict(self.model, self.optimizer, state)
         if same_hyperparameters:
-            for group, told in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({key: from_plain(value) for key, value in told.items()})
+            groups = self.optimizer.param_groups
+            if len(groups) != len(saved["param_groups"]):
+                raise UserError(
+                    f"checkpoint.json: optimizer.param_groups are {len(saved['param_groups'])}, this run"
+                    f" has {len(groups)}"
+                )
+            for group, kept in zip(groups, saved["param_groups"], strict=True):
+                name = "optimizer.param_groups"
+                _check_names(kept, "lr", {"params"}, name)
+                group.update(told(kept, group, name))
         self._restore_schedule(record["scheduler"] if same_hyperparameters else None, step)
 
     def _restore_schedule(self, saved: dict[str, Any] | None, step: int) -> None:
         if self.scheduler is None:
             return
         if saved is not None:
-            self.scheduler.load_state_dict(from_plain(saved))
+            now = self.scheduler.state_dict()
+            _check_names(saved, "last_epoch", set(dir(self.scheduler)) - set(now), "scheduler")
+            self.scheduler.load_state_dict(told(saved, now, "scheduler"))
             return
         # A rate is a function of the number of steps: they are counted again, without training.
         with warnings.catch_warnings():
@@ -208,6 +218,14 @@ def _without_wrappers(name: str, value: Tensor) -> dict[str, Tensor]:
         stride=value.stride(),
     )
     return {name: sharded}
+
+
+def _check_names(saved: Mapping[str, Any], needed: str, foreign: set[str], where: str) -> None:
+    """Refuse a state without its most important value, or with names that are no state."""
+    wrong = sorted(foreign & saved.keys())
+    if wrong or needed not in saved:
+        what = f"sets {', '.join(wrong)}, which is no state" if wrong else f"has no {needed}"
+        raise UserError(f"checkpoint.json: {where} {what}")
 
 
 def _class_name(optimizer: Optimizer) -> str:

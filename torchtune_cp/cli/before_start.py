@@ -108,7 +108,8 @@ def _look_over_components(cfg: DictConfig) -> Findings:
     except Exception as error:  # noqa: BLE001  (what a resolver of the user's own raises)
         return Findings([one_line(error)])
     assert isinstance(tree, dict)
-    found = Findings(components_problems(tree))
+    problems = [*schema.naming_problems(from_environment(cfg)), *components_problems(tree)]
+    found = Findings(problems)
     checkpointer = tree.get("checkpointer")
     if isinstance(checkpointer, dict) and COMPONENT in checkpointer and not found.problems:
         _Trial({"checkpointer": checkpointer}, None, found).run()
@@ -137,6 +138,7 @@ class _Trial:
         tokenizer = self._build("tokenizer")
         if tokenizer is not None:
             self._build("masking", tokenizer, seed=0)
+            self._check_packing(tokenizer)
         self._check_loss(self._build("loss"))
         self._check_model(checkpointer, tokenizer)
         self._check_optimizer()
@@ -194,6 +196,17 @@ class _Trial:
                 node = {n: v for n, v in node.items() if n != name} if name else None
         return None
 
+    def _check_packing(self, tokenizer: Any) -> None:
+        for key in ("dataset", "dataset_val"):
+            for place, node in _nodes(key, self._values.get(key)):
+                lengths = (node.get("max_seq_len"), getattr(tokenizer, "max_seq_len", 0))
+                is_ours = torchtune_names.resolve(node[COMPONENT]).startswith("torchtune_cp.")
+                if is_ours and node.get("packed") is True and lengths == (None, None):
+                    self._found.problems.append(
+                        f"{place}.packed: true needs the length of a pack in tokens: set"
+                        f" tokenizer.max_seq_len or {place}.max_seq_len"
+                    )
+
     def _check_loss(self, loss: Any) -> None:
         if loss is None:
             return
@@ -211,7 +224,7 @@ class _Trial:
     def _check_model(self, checkpointer: Any, tokenizer: Any) -> None:
         import torch
 
-        from torchtune_cp.config import tensor_parallel_problems
+        from torchtune_cp.config import module_problems, tensor_parallel_problems
         from torchtune_cp.models import TransformerDecoder, TransformerEncoder
 
         with torch.device("meta"):
@@ -230,6 +243,8 @@ class _Trial:
             degree = self._values.get("tensor_parallel_dim", 1)
             if degree > 1:
                 self._found.problems += tensor_parallel_problems(vars(model.config), degree)
+        names = self._values.get("custom_sharded_layers") or ()
+        self._found.problems += module_problems(names, dict(model.named_modules()))
         self._found.problems += model_files_problems(model, checkpointer, tokenizer)
 
     def _check_optimizer(self) -> None:

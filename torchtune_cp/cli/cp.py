@@ -1,6 +1,7 @@
 """``tune cp``: copy a shipped recipe or config to change it."""
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"no shipped recipe or config is called {args.file!r}{hint} (see tune ls)"
         )
-    destination: Path = args.destination.expanduser()
+    destination: Path = Path(os.path.expanduser(args.destination))
     if destination.is_dir():
         destination = destination / source.name
     elif destination.suffix != source.suffix:

@@ -7,11 +7,14 @@ One node meets nobody: its store listens on the loopback interface. A fixed numb
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import uuid
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 
 from torchtune_cp.cli.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
+from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 #: The backends of ``cli.rendezvous``, as torch's agent is told, and their own settings.
@@ -27,6 +30,8 @@ _C10D_NUMBERS = (*_SECONDS, "heartbeat_timeout", "keep_alive_interval", "keep_al
 _YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 #: ``--rdzv-conf`` of each backend.
 _CONF = {"static": ("timeout",), "c10d": (*_C10D_NUMBERS, "store_type", "is_host")}
+#: Torch's own backends that are left to it.
+_ETCD = ("etcd", "etcd-v2")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +64,7 @@ def settle_rendezvous(args: argparse.Namespace) -> None:
     if args.standalone:
         _check_standalone(args, most)
     backend = args.rdzv_backend or ("static" if fewest == most else "c10d")
+    _check_backend(backend, args.rdzv_endpoint)
     timeout_key = "join_timeout" if backend == "c10d" else "timeout"
     conf = _read_conf(args.rdzv_conf, backend)
     if args.rdzv_timeout is not None and timeout_key in conf:
@@ -73,7 +79,7 @@ def settle_rendezvous(args: argparse.Namespace) -> None:
     _note_unused(args, backend, most)
     args.standalone = False
     if backend not in _CONF:
-        pass  # etcd, or a plug-in of the user's: its own options
+        pass  # etcd, or an installed plug-in: its own options
     elif most == 1 and not elsewhere:
         _settle_one_node(args, backend)
         conf = {}
@@ -95,6 +101,23 @@ def _check_standalone(args: argparse.Namespace, most: int) -> None:
     if args.master_port or (args.rdzv_endpoint and not args.rdzv_endpoint.endswith(":0")):
         option = "--master-port" if args.master_port else "--rdzv-endpoint"
         raise ConfigError(f"--standalone takes a free port: leave out {option}, or --standalone")
+
+
+def _check_backend(backend: str, endpoint: str) -> None:
+    plugins = sorted(entry_points(group="torchrun.handlers").names)
+    known = [*_CONF, *_ETCD, *plugins]
+    if backend not in known:
+        raise ConfigError(
+            f"--rdzv-backend: got {backend!r}{did_you_mean(backend, known)}; allowed:"
+            f" {', '.join(known)}"
+        )
+    if backend in _ETCD and importlib.util.find_spec("etcd") is None:
+        raise ConfigError(
+            f"--rdzv-backend {backend} needs the package python-etcd: pip install python-etcd (or"
+            " choose static or c10d)"
+        )
+    if backend in _ETCD and not endpoint:
+        raise ConfigError(f"--rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT, its server")
 
 
 def _read_conf(text: str, backend: str) -> dict[str, str]:

@@ -138,7 +138,7 @@ def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
     from torchtune_cp.checkpointing.manifest import is_misnamed
     from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 
-    folder = output_dir.expanduser() / CHECKPOINTS_NAME
+    folder = Path(os.path.expanduser(output_dir)) / CHECKPOINTS_NAME
     others = noted_earlier(folder)
     own = [
         checkpoint

@@ -5,6 +5,7 @@
 
 from torchtune_cp.config.combinations import (
     degrees_problem,
+    module_problems,
     tensor_parallel_problems,
     vocabulary_problem,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "instantiate",
     "load",
     "load_argv",
+    "module_problems",
     "parse",
     "resolved_dict",
     "resolved_yaml",

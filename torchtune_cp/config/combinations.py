@@ -6,7 +6,7 @@ The one place for these rules. They look at checked values of the right type (se
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -323,6 +323,24 @@ def vocabulary_problem(model_size: int, tokenizer_size: int) -> str | None:
         f" model's vocab_size is {model_size}: use the model's own tokenizer, or a model with"
         f" vocab_size={tokenizer_size} or more (embeddings are not resized)"
     )
+
+
+def module_problems(names: Iterable[str], modules: Collection[str]) -> list[str]:
+    """Check that a model has the modules that ``custom_sharded_layers`` names.
+
+    Args:
+        names: As the config gives them.
+        modules: The names of all of the model's modules.
+
+    Returns:
+        One line for each that is not there.
+    """
+    top = ", ".join(name for name in modules if name and "." not in name)
+    return [
+        f"custom_sharded_layers: {name!r} is no module of this model; its top-level modules are {top}"
+        for name in names
+        if name not in modules
+    ]
 
 
 def combination_problems(values: Mapping[str, Any], world_size: int | None = None) -> list[str]:

@@ -41,6 +41,8 @@ EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 _PR_SET_PDEATHSIG = 1
+# A value that is given at length is not shown at length.
+_LONGEST_LINE = 2400
 
 ConfigT = TypeVar("ConfigT", bound=FullFinetuneConfig)
 
@@ -190,10 +192,18 @@ def one_line(error: BaseException) -> str:
     """Say an error in one line, without secrets; a user's mistake keeps its own lines, one a problem."""
     text = mask_text(str(error).strip())
     if isinstance(error, UserError):
-        return text
-    first = text.splitlines()[0] if text else ""
+        return "\n".join(map(_clear, text.split("\n")))
+    first = _clear(text.splitlines()[0]) if text else ""
     name = type(error).__name__
     return f"{name}: {first}" if first else name
+
+
+def _clear(line: str) -> str:
+    """A line that a terminal shows as it is, whatever a stranger's file put into it."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    if len(shown) > _LONGEST_LINE:
+        shown = f"{shown[: _LONGEST_LINE * 2 // 3]} ... {shown[-_LONGEST_LINE // 4 :]}"
+    return shown
 
 
 def _summary(error: BaseException, collective_timeout_s: float | None) -> str:

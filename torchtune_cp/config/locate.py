@@ -91,7 +91,7 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: Neither a file nor a shipped config has this name.
     """
-    path, text = Path(name).expanduser(), os.fspath(name)
+    path, text = Path(os.path.expanduser(name)), os.fspath(name)
     found = _first_file(path, ".yaml")
     if found is not None:
         return found
@@ -115,7 +115,7 @@ def find_recipe(name: str) -> Path:
     shipped = shipped_recipe(name)
     if shipped is not None:
         return shipped
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     found = _first_file(path, ".py")
     if found is not None:
         return found

@@ -147,7 +147,7 @@ class RunOutput:
             return self._has_checkpoints() or not _is_model(self.folder / FINAL_NAME)
         if not self.resume:
             return False
-        given = Path(os.path.realpath(Path(str(self.resume)).expanduser()))
+        given = Path(os.path.realpath(Path(os.path.expanduser(str(self.resume)))))
         own = Path(os.path.realpath(self.folder))
         checkpoints = Path(os.path.realpath(self.folder / CHECKPOINTS_NAME))
         return self._has_checkpoints() and (

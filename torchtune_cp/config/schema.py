@@ -20,7 +20,7 @@ from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
-from torchtune_cp.config.secrets import forget, is_meant_secret, mask_secrets
+from torchtune_cp.config.secrets import forget, mask_secrets, secret_variables
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -356,7 +356,7 @@ def _check(
     keys = list(_keys(schema))
     origins = from_environment(cfg)
     problems = list(_unknown_keys(cfg, [key.name for key in keys]))
-    problems += _secrets_in_names(origins)
+    problems += naming_problems(origins)
     values: dict[str, Any] = {}
     given = set(cfg.keys())  # "in cfg" would leave out keys whose value is ???
     for key in keys:
@@ -397,17 +397,34 @@ def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
 
 
 # Keys whose values become the names of folders, files and runs.
-_NAMING_KEYS = ("output_dir", "log_dir", "dir", "filename", "project", "entity", "id")
+_NAMING_KEYS = (
+    *("output_dir", "log_dir", "dir", "filename", "project", "entity", "id"),
+    *("resume_from", "fork_from", "x_label"),
+)
 
 
-def _secrets_in_names(origins: Mapping[Path, Origin]) -> Iterator[str]:
+def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:
+    """Refuse variables whose value everybody could read as the name of a folder, a file or a run.
+
+    Args:
+        origins: See :func:`torchtune_cp.config.environment.from_environment`.
+    """
     for path, origin in origins.items():
-        if path[-1] in _NAMING_KEYS and is_meant_secret(origin):
+        names = secret_variables(origin)
+        if names and (path[-1] in _NAMING_KEYS or _has_key(origin.value, _NAMING_KEYS)):
+            key = ".".join(map(str, path))
             yield (
-                f"{'.'.join(map(str, path))}: holds the value of {' and '.join(origin.variables)}, which"
-                " looks like a secret, and everybody can read the names of folders and runs;"
-                " take another variable"
+                f"{key}: holds the value of {' and '.join(names)}, and everybody can"
+                " read the names of folders and runs; a variable may stand here that holds an absolute"
+                " path on this machine, or one such as USER, SLURM_JOB_ID, WANDB_PROJECT; on the command"
+                f' line the shell fills in others: {key}="...${names[0]}"'
             )
+
+
+def _has_key(value: Any, keys: tuple[str, ...]) -> bool:
+    if isinstance(value, dict):
+        return any(key in keys or _has_key(item, keys) for key, item in value.items())
+    return isinstance(value, list) and any(_has_key(item, keys) for item in value)
 
 
 def _plain(node: Any) -> Any:

@@ -49,8 +49,12 @@ _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash|rev)", re.IGNORECASE)
 _SHORTEST = 6
 # A shell keeps the current folder in it: no password.
 _FOLDER_VARIABLE = "PWD"
-# Every program is told these, and paths are made of them.
-_NEVER_SECRET = {"HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "TMPDIR", "USER"}
+# What every program is told, and what schedulers and Weights & Biases name a run by.
+_PUBLIC = re.compile(
+    r"HOME|HOST|HOSTNAME|LOGNAME|OLDPWD|PWD|SHELL|TMPDIR|USER|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
+    r"|CUDA_VISIBLE_DEVICES|((SLURM|PBS|LSB|SGE|FLUX|COBALT)_\w*)?JOB_?(ID|NAME|INDEX)|SLURM_(ARRAY|PROC|NODE)\w*ID|SKYPILOT_TASK_ID"
+    r"|WANDB_(PROJECT|ENTITY|NAME|NOTES|TAGS|RUN_ID|RUN_GROUP|JOB_TYPE|MODE)"
+)
 # From this length on a value is looked for inside longer words too.
 _LONG = 12
 # Variables that are meant to be secret, by whatever they are called; broader than for keys of configs,
@@ -95,14 +99,21 @@ def _remember(values: Iterator[str]) -> None:
 
 def _texts(origin: Origin) -> Iterator[str]:
     """What to look for in texts of what the environment put into one place of a config."""
-    for name, value in origin.variables.items():
-        # A path that exists is no secret, and lines about files would be of no use without it.
-        is_path = os.path.isabs(value) and Path(value).exists()
-        if name in _NEVER_SECRET or is_path:
-            return
-        yield value
-    if origin.shown == MASK or not isinstance(origin.value, str):
+    hidden = [
+        value
+        for name, value in origin.variables.items()
+        # Lines about files would be of no use without the paths.
+        if not _PUBLIC.fullmatch(name) and not _is_path(value)
+    ]
+    yield from hidden
+    if hidden and (origin.shown == MASK or not isinstance(origin.value, str)):
         yield from _strings(origin.value)
+
+
+def _is_path(value: str) -> bool:
+    """Whether a value is an absolute path on this machine, as far as its top-most folder tells."""
+    top = os.path.join(*Path(value).parts[:2]) if os.path.isabs(value) else ""
+    return value.isprintable() and os.path.exists(top)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -119,12 +130,18 @@ def forget(value: str) -> None:
     _remembered.discard(value)
 
 
-def is_meant_secret(origin: Origin) -> bool:
-    """Say whether a value comes from a variable that holds a secret by its name, or has a secret's form."""
-    return any(
-        (_VARIABLE.search(name) and name not in _NEVER_SECRET) or _FORM.search(value)
+def secret_variables(origin: Origin) -> list[str]:
+    """Return the variables behind a value that may hold a secret, for all that is known.
+
+    Not one that every program is told, or that names a run; nor an absolute path on this machine, unless
+    the variable is called as secrets are.
+    """
+    return [
+        name
         for name, value in origin.variables.items()
-    )
+        if _FORM.search(value)
+        or not (_PUBLIC.fullmatch(name) or (_is_path(value) and not _VARIABLE.search(name)))
+    ]
 
 
 def is_private(text: str) -> bool:

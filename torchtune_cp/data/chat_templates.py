@@ -197,15 +197,15 @@ def template_names(template: str) -> TemplateNames:
         ConfigError: It is not valid jinja2.
     """
     environment = _environment(marks_generation=True)
+    tracker = _NamesOnly(environment)
+    tracker.optimizer = None  # it would compute what is constant
     try:
         source = environment.parse(template)  # runs and computes nothing of it
+        tracker.visit(source)  # knows which filters and tests there are
     except jinja2.TemplateSyntaxError as error:
         raise _not_jinja2(error) from error
     except RecursionError as error:
         raise ConfigError("the chat template is nested too deeply") from error
-    tracker = _NamesOnly(environment)
-    tracker.optimizer = None  # it would compute what is constant
-    tracker.visit(source)
     data = "".join(node.data for node in source.find_all(nodes.TemplateData))
     return TemplateNames(
         variables=frozenset(n.name for n in source.find_all(nodes.Name) if n.ctx == "load"),
@@ -263,6 +263,8 @@ def render_chat(
         kind, text = render_apart(template, inputs, marks_generation)
     except (jinja2.TemplateError, TypeError, LookupError, AttributeError) as error:
         kind, text = "refused", str(error)
+    if kind != "text":
+        text = " ".join(text.split())
     if kind == "broken":
         raise ConfigError(f"the chat template {_beginning(template)}: {text[:_MOST_SHOWN]}")
     if kind == "refused":

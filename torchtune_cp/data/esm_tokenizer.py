@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,7 +154,7 @@ def esm_tokenizer(path: str | Path | None = None, max_seq_len: int | None = None
     """
     if path is None:
         return EsmTokenizer(ESM_ALPHABET, max_seq_len=max_seq_len, name="the ESM alphabet")
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = file / "vocab.txt"
     try:

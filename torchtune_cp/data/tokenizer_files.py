@@ -10,7 +10,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from torchtune_cp.errors import NotFoundHereError, UserError
+from torchtune_cp.models.values import MOST
 
+MOST_TOKENS = MOST["vocab_size"]
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"
 #: What `HFTokenizer.save` copies beside a model.
@@ -115,9 +117,19 @@ def load_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:
-        # The library raises plain Exception for every kind of broken file.
+        tokenizer.encode("a")
+    except BaseException as error:
+        # The library raises plain Exception for every kind of broken file, and for some a panic of its
+        # own, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= MOST_TOKENS:
+        raise UserError(
+            f"{folder / 'tokenizer.json'} has the token id {largest}; no model has more than {MOST_TOKENS}"
+            " tokens"
+        )
     try:
         listed = _listed_tokens(folder, config)
         tokens = _tokens_to_add(tokenizer, config, listed)
@@ -150,13 +162,20 @@ def _listed_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTo
     """Tokens with their ids, from `added_tokens_decoder` or, without it, added_tokens.json."""
     decoder = config.get("added_tokens_decoder")
     if decoder is not None:
-        return {int(i): _added_token(entry) for i, entry in decoder.items()}
+        return {_id(i): _added_token(entry) for i, entry in decoder.items()}
     special = {token_text(config.get(name)) for name in SPECIAL_NAMES}
     special |= {token_text(token) for token in _extra_tokens(config)}
     return {
-        int(i): AddedToken(text, normalized=text not in special, special=text in special)
+        _id(i): AddedToken(text, normalized=text not in special, special=text in special)
         for text, i in read_json(folder / "added_tokens.json").items()
     }
+
+
+def _id(value: Any) -> int:
+    """A token id as JSON has it: a number, or a key that is one."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is no token id")
+    return int(value)
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:

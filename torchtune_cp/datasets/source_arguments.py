@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torchtune_cp.config.suggest import did_you_mean
@@ -34,6 +34,7 @@ _LOWEST = {
     "max_rows": 1,
     "max_seq_len": 1,
     "min_tokens": 0,
+    "num_proc": 1,
     "shuffle_buffer_size": 1,
 }
 
@@ -129,5 +130,5 @@ def check_path(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[Us
     """The check of a data set that reads a path of its own."""
     path = arguments.get("path")
     yield from check_values(arguments, own)
-    if isinstance(path, str) and not Path(path).expanduser().exists():
+    if isinstance(path, str) and not os.path.exists(os.path.expanduser(path)):
         yield NotFoundHereError(f"path: {path!r} does not exist")

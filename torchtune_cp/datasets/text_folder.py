@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.tokenizer import HFTokenizer
@@ -13,7 +15,9 @@ from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.sft import SFTDataset
 from torchtune_cp.datasets.source_arguments import check_path
 from torchtune_cp.datasets.text_completion import TextReader
-from torchtune_cp.errors import UserError
+from torchtune_cp.errors import NotFoundHereError, UserError
+
+_EVERY_FILE = "*.py"
 
 
 class FileRows:
@@ -62,11 +66,53 @@ class FileRows:
         return f"file {self.name_of(index)}"
 
 
-@checked_by(check_path)
+def _check_arguments(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[UserError]:
+    lacking = list(check_path(arguments, own))
+    yield from lacking
+    glob, path = arguments.get("glob", _EVERY_FILE), arguments.get("path")
+    patterns = [glob] if isinstance(glob, str) else glob
+    fits = isinstance(patterns, list) and all(isinstance(pattern, str) for pattern in patterns)
+    if fits and isinstance(path, str | None) and not lacking:
+        try:
+            files = sorted(_matching(_folder(path), patterns))
+            if isinstance(arguments.get("split"), str):
+                _select(files, arguments["split"])
+        except UserError as error:
+            yield type(error)(str(error).removeprefix("dataset."))
+
+
+def _folder(path: str | None) -> Path:
+    if path is None:
+        return Path(sysconfig.get_path("stdlib"))
+    if not os.path.isdir(os.path.expanduser(path)):
+        raise NotFoundHereError(f"dataset.path: {path!r} is not a folder")
+    return Path(os.path.expanduser(path))
+
+
+def _matching(root: Path, patterns: Sequence[str]) -> set[Path]:
+    files: set[Path] = set()
+    for pattern in patterns:
+        # A name that exists is that file, whatever characters it has.
+        exact = root / pattern
+        try:
+            if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+                raise ValueError("it leads out of the folder")
+            found = (
+                [exact] if os.path.isfile(exact) else [f for f in root.glob(pattern) if f.is_file()]
+            )
+        except (ValueError, NotImplementedError, IndexError, OSError) as error:
+            raise UserError(f"dataset.glob: {pattern!r} is no pattern of files: {error}") from None
+        if not found:
+            raise NotFoundHereError(f"dataset.glob: no file in {root} matches {pattern!r}")
+        files.update(found)
+    return files
+
+
+@checked_by(_check_arguments)
 def text_folder_dataset(
     tokenizer: HFTokenizer,
     path: str | None = None,
-    glob: str | Sequence[str] = "*.py",
+    glob: str | Sequence[str] = _EVERY_FILE,
     max_seq_len: int | None = None,
     split: str = "train",
     *,
@@ -108,21 +154,13 @@ def text_folder_dataset(
     Raises:
         UserError: When the folder does not exist, no file matches, or a file cannot be read.
     """
-    root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
-    if not root.is_dir():
-        raise UserError(f"dataset.path={str(path)!r} is not a folder")
+    root = _folder(path)
     if max_files is not None and max_files < 1:
         raise UserError(f"dataset.max_files must be 1 or more, not {max_files}")
-    patterns = [glob] if isinstance(glob, str) else list(glob)
-    files: set[Path] = set()
-    for pattern in patterns:
-        # A name that exists is that file, whatever characters it has.
-        exact = root / pattern
-        found = [exact] if exact.is_file() else [f for f in root.glob(pattern) if f.is_file()]
-        if not found:
-            raise UserError(f"dataset.glob: no file in {root} matches {pattern!r}")
-        files.update(found)
-    ordered = sorted(files, key=lambda file: file.relative_to(root).as_posix())
+    ordered = sorted(
+        _matching(root, [glob] if isinstance(glob, str) else glob),
+        key=lambda file: file.relative_to(root).as_posix(),
+    )
     rows = FileRows(root, _select(ordered, split))
     return sft_or_packed(
         rows,

@@ -100,7 +100,7 @@ def cache_dir() -> Path:
     """`TUNE_CACHE_DIR`, or `torchtune_cp` in the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
-        return Path(given).expanduser()
+        return Path(os.path.expanduser(given))
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torchtune_cp"
 

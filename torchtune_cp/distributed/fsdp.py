@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from torchtune_cp.config import module_problems
 from torchtune_cp.distributed.context_parallel.torch_private import (
     compute_local_shape_and_global_offset,
 )
@@ -88,14 +89,11 @@ def shard_model(
         )
 
     named = dict(model.named_modules())
+    for problem in module_problems(custom_sharded_layers or [], named):
+        raise UserError(problem)
     have_a_group = [*model.layers, model.tok_embeddings, model.norm, model.output]
     # What lies deepest comes first: a group takes the parameters that no group below it has taken.
     for name in sorted(custom_sharded_layers or [], key=lambda name: -name.count(".")):
-        if name not in named:
-            raise UserError(
-                f"custom_sharded_layers names '{name}', which this model does not have;"
-                f" its top-level modules are {', '.join(n for n, _ in model.named_children())}"
-            )
         module = named[name]
         if not any(module is other for other in have_a_group) and list(module.parameters()):
             shard(module, reshard_after_forward)

@@ -30,7 +30,7 @@ def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
     Raises:
         OSError: It cannot be moved.
     """
-    path = Path(output_dir).expanduser() / METRICS_NAME
+    path = Path(os.path.expanduser(output_dir)) / METRICS_NAME
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return None
     number = 1
@@ -58,7 +58,7 @@ class MetricsFile:
         Raises:
             UserError: The file cannot be written.
         """
-        self.path = Path(output_dir).expanduser() / METRICS_NAME
+        self.path = Path(os.path.expanduser(output_dir)) / METRICS_NAME
         fresh = self.path.with_name(METRICS_NAME + ".tmp")
         damage = None
         try:

@@ -30,7 +30,7 @@ class RunNotes:
             output_dir: The run's folder.
             resume_step: None forgets the notes of an earlier run.
         """
-        folder = Path(output_dir).expanduser()
+        folder = Path(os.path.expanduser(output_dir))
         self.resume_step = resume_step
         self.logged_step: int | None = None
         self._path = folder / NOTES_NAME

@@ -68,7 +68,7 @@ class TensorBoardLogger:
                 "metric_logger: TensorBoardLogger needs the package tensorboard: pip install "
                 "tensorboard (or choose StdoutLogger)"
             ) from error
-        folder = Path(log_dir).expanduser()
+        folder = Path(os.path.expanduser(log_dir))
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
         # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
         purge_step = None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -95,7 +96,7 @@ class DiskLogger:
             raise UserError(f"metric_logger.{error}")
         self._as_json = output_fmt == "jsonl"
         name = filename or f"log_{int(time.time())}.{output_fmt}"
-        self._path = Path(log_dir).expanduser() / name
+        self._path = Path(os.path.expanduser(log_dir)) / name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")

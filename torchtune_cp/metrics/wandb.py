@@ -152,7 +152,7 @@ class WandBLogger:
             self._run = wandb.run
         else:
             if folder is not None:
-                folder = Path(folder).expanduser()
+                folder = Path(os.path.expanduser(folder))
                 folder.mkdir(parents=True, exist_ok=True)
             try:
                 with _masked_command_line():

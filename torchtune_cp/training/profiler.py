@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,7 @@ def setup_torch_profiler(
         )
     if active_steps < 1:
         raise UserError(f"profiler.active_steps={active_steps}: must be at least 1")
-    folder = Path(output_dir).expanduser()
+    folder = Path(os.path.expanduser(output_dir))
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def write(profiler: torch.profiler.profile) -> None:

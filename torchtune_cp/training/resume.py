@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import set_metrics_aside
 from torchtune_cp.training.fp8 import precompute_float8_scales
 from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.saved_record import check_record
 
 _LOG = logging.getLogger(__name__)
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -46,7 +48,10 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
         keep_best=cfg.keep_best,
         on_save_error=cfg.on_save_error,
     )
-    return checkpoints, checkpoints.find(cfg.resume_from_checkpoint)
+    found = checkpoints.find(cfg.resume_from_checkpoint)
+    if found is not None and found.manifest is not None:
+        check_record(found.manifest)
+    return checkpoints, found
 
 
 def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
@@ -61,7 +66,7 @@ def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
     Raises:
         UserError: The folder cannot be written.
     """
-    folder = Path(cfg.output_dir).expanduser()
+    folder = Path(os.path.expanduser(cfg.output_dir))
     try:
         if cfg.overwrite:
             (folder / METRICS_NAME).unlink(missing_ok=True)

@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtune_cp.cli import run
+from torchtune_cp.cli import rendezvous_options, run
 from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import main
 from torchtune_cp.cli.rendezvous_options import settle_rendezvous
@@ -53,6 +54,20 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         ([RECIPE, *TINY, "--nproc_per_node", "2"], "put it before the recipe"),
         ([RECIPE, *TINY, "--nproc-per-node=2"], "put it before the recipe"),
         ([RECIPE, *TINY, "batch_size"], "expected key=value"),
+        ([RECIPE, *TINY, "dataset.glob=/etc/*.py"], "dataset.glob: '/etc/*.py' is no pattern"),
+        ([RECIPE, *TINY, "dataset.glob=x*.nothing"], "dataset.glob: no file in"),
+        ([RECIPE, *TINY, "dataset.glob=../*.py"], "leads out of the folder"),
+        ([RECIPE, *TINY, "dataset.glob=''"], "dataset.glob: '' is no pattern"),
+        ([RECIPE, *TINY, "dataset.split=validation"], "dataset.split='validation' cannot be used"),
+        ([RECIPE, *TINY, "dataset.num_proc=0"], "dataset.num_proc: must be 1 or more"),
+        ([RECIPE, *TINY, "dataset.packed=true", "dataset.max_seq_len=null"], "length of a pack"),
+        ([RECIPE, *TINY, "dataset.path=~nobody_here/x"], "dataset.path: '~nobody_here/x' does not"),
+        ([RECIPE, *TINY, f"dataset.path={'x' * 5000}"], " ... "),
+        ([RECIPE, *TINY, 'seed="\\e[2J"'], "\\x1b[2J"),
+        (
+            [RECIPE, *TINY, "custom_sharded_layers=[nothing]"],
+            "'nothing' is no module of this model",
+        ),
         ([RECIPE, "batch_size=2"], "needs a config"),
         ([RECIPE, "--config"], "--config has no value"),
         ([RECIPE, "--config", "tiny/lama_cpu"], "did you mean tiny/llama_cpu?"),
@@ -68,6 +83,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["--nnodes", "2", "--node-rank", "2", RECIPE, *TINY], "it is one of 0 to 1"),
         (["--nnodes", "1:2", RECIPE, *TINY], "--nnodes 1:2 needs --rdzv-endpoint"),
         (["--nnodes", "1:2", "--rdzv-backend", "static", RECIPE, *TINY], "use c10d"),
+        (
+            ["--rdzv-backend", "c10", RECIPE, *TINY],
+            "did you mean c10d?; allowed: static, c10d, etcd",
+        ),
+        (["--nnodes", "2", "--rdzv-backend", "MyOwn", RECIPE, *TINY], "got 'MyOwn'; allowed"),
+        (["--rdzv-backend", "etcd-v2", RECIPE, *TINY], "needs the package python-etcd"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:0", RECIPE, *TINY], "a port that they know"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:x", RECIPE, *TINY], "--rdzv-endpoint: The port"),
         (
@@ -279,12 +300,14 @@ def test_the_world_size_is_known_from_the_options(argv: list[str], size: int | N
         (["--nnodes", "2", "--rdzv-endpoint", "h:5"], "tune_static", "h:5"),
         (["--nnodes", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=h"], "tune_c10d", "h:29400"),
         (["--nnodes", "1:2", "--rdzv-endpoint", "h:5"], "tune_c10d", "h:5"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "h:5"], "etcd", "h:5"),
+        (["--nnodes=2", "--rdzv-backend=installed", "--rdzv-endpoint=h:5"], "installed", "h:5"),
     ],
 )
 def test_only_who_asks_for_it_meets_with_pickled_state(
-    argv: list[str], backend: str, endpoint: str
+    argv: list[str], backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plugin = EntryPoint("installed", "some.module:handler", "torchrun.handlers")
+    monkeypatch.setattr(rendezvous_options, "entry_points", lambda group: EntryPoints([plugin]))
     args = run._torchrun_parser().parse_args([*argv, "recipe"])
     settle_rendezvous(args)
     assert (args.rdzv_backend, args.rdzv_endpoint) == (backend, endpoint)

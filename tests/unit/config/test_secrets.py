@@ -6,6 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_cp.config import load, secrets
+from torchtune_cp.config.environment import from_environment
+from torchtune_cp.config.schema import naming_problems
 from torchtune_cp.config.secrets import MaskingFormatter, is_secret_key, mask_secrets, mask_text
 
 from .examples import write
@@ -121,3 +123,43 @@ def test_log_lines_and_their_tracebacks_are_masked():
     text = MaskingFormatter("%(message)s").format(record)
     assert text.startswith("api_key=***\n")
     assert "hf_abcdef" not in text.split("raise")[0] + text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "given", "is_refused"),
+    [
+        ("MY_THING", "hunter2hunter", "/tmp/${oc.env:MY_THING}", True),
+        ("OPENAI_KEY", "/tmp/looks/like/a/path", "${oc.env:OPENAI_KEY}", True),
+        ("MY_THING", "/9j/4AAQSkZJRgABAQ", "${oc.env:MY_THING}", True),  # base64
+        ("MY_THING", "/" + "a" * 5000, "${oc.env:MY_THING}", True),
+        ("MY_THING", "/tmp\nhunter2", "${oc.env:MY_THING}", True),
+        ("SLURM_JWT", "hunter2hunter", "/tmp/${oc.env:SLURM_JWT}", True),
+        ("USER", "hf_abcdefghijklmnopqrstuvwx", "/tmp/${oc.env:USER}", True),
+        ("MY_THING", "hunter2hunter", "${oc.env:HOME}/${oc.env:MY_THING}", True),
+        ("SCRATCH", "/tmp/not/there/yet", "${oc.env:SCRATCH}/run", False),
+        ("USER", "somebody", "/tmp/${oc.env:USER}", False),
+        ("SLURM_JOB_ID", "1234567", "/tmp/${oc.env:SLURM_JOB_ID}", False),
+        ("HOME", "/somewhere", "${oc.env:HOME}/${oc.env:NOT_SET,run}", False),
+    ],
+)
+def test_a_variable_becomes_a_name_only_if_it_is_a_path_or_public(
+    monkeypatch, variable, value, given, is_refused
+):
+    monkeypatch.setenv(variable, value)
+    whole = OmegaConf.create({"metric_logger": {"log_dir": "${x}/logs"}, "x": given})
+    decoded = OmegaConf.create(
+        {"a": "${oc.decode:'{dir: \"${x}\"}'}", "x": given.replace("\n", "")}
+    )
+    for config in (whole, decoded):
+        lines = list(naming_problems(from_environment(config)))
+        assert bool(lines) == is_refused
+        for line in lines:
+            assert f"holds the value of {variable}" in line
+            assert line.isprintable()
+            assert value not in line
+
+
+def test_a_secret_beside_a_public_variable_is_known_everywhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("MY_THING", "planted-beside-home")
+    load(write(tmp_path / "c.yaml", {"x": "${oc.env:HOME}/${oc.env:MY_THING}"}))
+    assert mask_text("tried planted-beside-home") == "tried ***"

@@ -108,7 +108,7 @@ def test_a_file_that_is_not_text_is_named_or_skipped(tokenizer: HFTokenizer, fol
 
 
 def test_wrong_arguments_are_named(tokenizer: HFTokenizer, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"dataset\.path='/no/where' is not a folder"):
+    with pytest.raises(UserError, match=r"dataset.path: '/no/where' is not a folder"):
         text_folder_dataset(tokenizer, "/no/where")
     with pytest.raises(UserError, match=r"dataset\.glob: no file in .* matches '\*\.rs'"):
         text_folder_dataset(tokenizer, str(folder), ["*.py", "*.rs"])

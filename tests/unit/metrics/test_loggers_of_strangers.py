@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from torchtune_cp.cli.main import main
+from torchtune_cp.config import load
+from torchtune_cp.config.schema import to_typed
 from torchtune_cp.errors import UserError
-from torchtune_cp.metrics import DiskLogger, WandBLogger
+from torchtune_cp.metrics import DiskLogger, TensorBoardLogger, WandBLogger
 
 WANDB = "metric_logger={_component_: torchtune_cp.metrics.WandBLogger, settings: %s}"
 
@@ -55,3 +57,25 @@ def test_a_log_file_lies_in_its_folder(
     assert main(["validate", "tiny/llama_cpu", f"metric_logger.filename='{name}'"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: metric_logger.filename: ")
+
+
+@pytest.mark.parametrize("logger", [DiskLogger, TensorBoardLogger])
+def test_what_the_environment_put_in_stands_in_no_log_and_the_files_are_private(
+    logger: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_THING", "planted-by-a-variable")
+    monkeypatch.setenv("MY_PIN", "73519284")
+    overrides = ["metric_logger.notes=x ${oc.env:MY_THING}", "seed=${oc.decode:${oc.env:MY_PIN}}"]
+    used = logger(log_dir=tmp_path)
+    used.log_config(to_typed(load("tiny/llama_cpu", overrides)))
+    used.log("loss", 2.5, 1)
+    used.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(
+        planted in path.read_bytes()
+        for path in files
+        for planted in (b"planted-by-a-variable", b"73519284")
+    )
+    with_config = [path for path in files if b"${oc.env:MY_THING}" in path.read_bytes()]
+    assert with_config
+    assert all(path.stat().st_mode & 0o077 == 0 for path in with_config)
