@@ -28,17 +28,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED)
 	$(BIN)/python -m torchtune_cp.quickstart
 
-# One worker a core; a file stays on one worker, so that what its tests share is made once.
-WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+# One worker a core, one thread a process: ranks share the cores. A file stays on one worker, so that what
+# its tests share is made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(WORKERS)
+	$(PYTEST)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest $(WORKERS) -m "not distributed and not slow and not gpu and not multi_gpu"
+	$(PYTEST) -m "not distributed and not slow and not gpu and not multi_gpu"
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest $(WORKERS) -m "not gpu and not multi_gpu"
+	$(PYTEST) -m "not gpu and not multi_gpu"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
