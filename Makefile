@@ -28,9 +28,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 quickstart: $(INSTALLED)
 	$(BIN)/python -m torchtune_cp.quickstart
 
-# One worker a core, one thread a process: ranks share the cores. A file stays on one worker, so that what
-# its tests share is made once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# One worker a core, one thread a process: ranks share the cores. Each worker begins at another place (the
+# tests of several processes come first), so that few of them run at the same time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test: $(INSTALLED)
 	$(PYTEST)
