@@ -104,13 +104,14 @@ def _check_standalone(args: argparse.Namespace, most: int) -> None:
 
 
 def _check_backend(backend: str, endpoint: str) -> None:
-    plugins = sorted(entry_points(group="torchrun.handlers").names)
-    known = [*_CONF, *_ETCD, *plugins]
-    if backend not in known:
-        raise ConfigError(
-            f"--rdzv-backend: got {backend!r}{did_you_mean(backend, known)}; allowed:"
-            f" {', '.join(known)}"
-        )
+    known = [*_CONF, *_ETCD]
+    if backend not in known:  # what is installed is looked through only then
+        known += sorted(entry_points(group="torchrun.handlers").names)
+        if backend not in known:
+            raise ConfigError(
+                f"--rdzv-backend: got {backend!r}{did_you_mean(backend, known)}; allowed:"
+                f" {', '.join(known)}"
+            )
     if backend in _ETCD and importlib.util.find_spec("etcd") is None:
         raise ConfigError(
             f"--rdzv-backend {backend} needs the package python-etcd: pip install python-etcd (or"
