@@ -44,7 +44,7 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
-def told(value: Any, like: Any, name: str) -> Any:
+def from_plain_like(value: Any, like: Any, name: str) -> Any:
     """Undo :func:`to_plain` for a value that is to take another one's place.
 
     Args:

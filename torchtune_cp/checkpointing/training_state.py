@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtune_cp.checkpointing.plain_json import to_plain, told
+from torchtune_cp.checkpointing.plain_json import from_plain_like, to_plain
 from torchtune_cp.checkpointing.rng_state import get_rng_state, set_rng_state
 from torchtune_cp.errors import UserError
 
@@ -140,7 +140,7 @@ class TrainingState:
                 for key in values:
                     name = f"optimizer.state.{fqn}.{key}"
                     if name in saved["values"]:
-                        values[key] = told(saved["values"][name], values[key], name)
+                        values[key] = from_plain_like(saved["values"][name], values[key], name)
             set_optimizer_state_dict(self.model, self.optimizer, state)
         if same_hyperparameters:
             groups = self.optimizer.param_groups
@@ -152,7 +152,7 @@ class TrainingState:
             for group, kept in zip(groups, saved["param_groups"], strict=True):
                 name = "optimizer.param_groups"
                 _check_names(kept, "lr", {"params"}, name)
-                group.update(told(kept, group, name))
+                group.update(from_plain_like(kept, group, name))
         self._restore_schedule(record["scheduler"] if same_hyperparameters else None, step)
 
     def _restore_schedule(self, saved: dict[str, Any] | None, step: int) -> None:
@@ -161,7 +161,7 @@ class TrainingState:
         if saved is not None:
             now = self.scheduler.state_dict()
             _check_names(saved, "last_epoch", set(dir(self.scheduler)) - set(now), "scheduler")
-            self.scheduler.load_state_dict(told(saved, now, "scheduler"))
+            self.scheduler.load_state_dict(from_plain_like(saved, now, "scheduler"))
             return
         # A rate is a function of the number of steps: they are counted again, without training.
         with warnings.catch_warnings():

@@ -411,7 +411,7 @@ def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:
     """
     for path, origin in origins.items():
         names = secret_variables(origin)
-        if names and (path[-1] in _NAMING_KEYS or _has_key(origin.value, _NAMING_KEYS)):
+        if names and (path[-1] in _NAMING_KEYS or _names_something(origin.value)):
             key = ".".join(map(str, path))
             yield (
                 f"{key}: holds the value of {' and '.join(names)}, and everybody can"
@@ -421,10 +421,10 @@ def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:
             )
 
 
-def _has_key(value: Any, keys: tuple[str, ...]) -> bool:
+def _names_something(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(key in keys or _has_key(item, keys) for key, item in value.items())
-    return isinstance(value, list) and any(_has_key(item, keys) for item in value)
+        return any(key in _NAMING_KEYS or _names_something(item) for key, item in value.items())
+    return isinstance(value, list) and any(map(_names_something, value))
 
 
 def _plain(node: Any) -> Any:
