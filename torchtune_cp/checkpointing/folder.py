@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from torchtune_cp.checkpointing.header import TensorEntry, read_header, require_word, same_bytes
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import NotFoundHereError, UserError
 
 CONFIG_NAME = "config.json"
@@ -28,7 +29,7 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def _require_folder(checkpoint_dir: str | Path) -> Path:
-    folder = Path(os.path.expanduser(checkpoint_dir))
+    folder = expand_home(checkpoint_dir)
     if not os.path.isdir(folder):  # where it cannot be looked at, too
         raise NotFoundHereError(
             f"checkpointer.checkpoint_dir: {folder} is not a folder; give the folder of a "

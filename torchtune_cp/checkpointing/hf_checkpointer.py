@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import tempfile
 from functools import partial
@@ -22,6 +21,7 @@ from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_fo
 from torchtune_cp.checkpointing.model_folder import OTHER_FILES, TOKENIZER_FILES
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.config.argument_types import AtLeast
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.auto import LanguageModel, hf_config
 from torchtune_cp.models.config import DecoderConfig
@@ -158,10 +158,8 @@ class FullModelHFCheckpointer:
             problems.append(f"{key}.checkpoint_files needs checkpoint_dir, which is null")
         if problems:
             raise UserError("\n".join(problems))
-        self.checkpoint_dir = (
-            None if checkpoint_dir is None else Path(os.path.expanduser(checkpoint_dir))
-        )
-        self.output_dir = None if output_dir is None else Path(os.path.expanduser(output_dir))
+        self.checkpoint_dir = None if checkpoint_dir is None else expand_home(checkpoint_dir)
+        self.output_dir = None if output_dir is None else expand_home(output_dir)
         self._checkpoint_files = checkpoint_files
         self._source: HFFolderSource | None = None
         if self.checkpoint_dir is not None:

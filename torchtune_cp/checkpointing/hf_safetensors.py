@@ -30,6 +30,7 @@ from torchtune_cp.checkpointing.model_folder import (
     open_hidden,
     put_in_place,
 )
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 
 #: Hugging Face's tools write files of this size.
@@ -191,7 +192,7 @@ def save_hf_folder(
     own_agreement = agreement is None
     agreement = agreement or Agreement()
     # Not beside a link, but beside what it leads to: a rename stays on one disk.
-    final = Path(os.path.realpath(Path(os.path.expanduser(folder))))
+    final = Path(os.path.realpath(expand_home(folder)))
     try:
         _save(
             shapes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchtune_cp.checkpointing.training_state_store import (
     verify_checkpoint,
 )
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
 
@@ -125,7 +125,7 @@ def _say_whose(manifest: Manifest, output_dir: Path) -> None:
     """Say so when a checkpoint in a run's folder was saved by a run with another folder."""
     config = manifest.state.get("config")
     saved = config.get("output_dir") if isinstance(config, Mapping) else None
-    if isinstance(saved, str) and Path(os.path.expanduser(saved)).resolve() != output_dir.resolve():
+    if isinstance(saved, str) and expand_home(saved).resolve() != output_dir.resolve():
         _LOG.warning(
             "%s was saved by a run with output_dir=%s: it was copied here, or that folder was moved",
             manifest.folder,
@@ -145,7 +145,7 @@ def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Cand
             return _Candidates(tuple(paths))
     if isinstance(resume_from, bool):
         return _Candidates(())
-    given = Path(os.path.expanduser(resume_from)).absolute()
+    given = expand_home(resume_from).absolute()
     if not given.is_dir():
         raise UserError(f"{given} is not a folder; give {_FORMS}")
     if given.name.startswith(".step_"):

@@ -5,7 +5,6 @@ A source hands out slices, so that every rank reads only what it keeps.
 
 import hashlib
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from torchtune_cp.checkpointing.folder import (
     read_headers,
     unread_weights,
 )
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 
 _FLOAT_DTYPES = {
@@ -79,7 +79,7 @@ class HFFolderSource:
         Raises:
             UserError: The folder is not whole.
         """
-        self.checkpoint_dir = Path(os.path.expanduser(checkpoint_dir))
+        self.checkpoint_dir = expand_home(checkpoint_dir)
         self._to_hf_name = to_hf_name
         headers = read_headers(checkpoint_dir, checkpoint_files)
         # As transformers reads them; its version 5.24 writes layer norms under their oldest names.

@@ -7,7 +7,6 @@ are kept from save to save, and a thread then does what the training would other
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +36,7 @@ from torchtune_cp.checkpointing.training_state_store import (
     write_checkpoint,
 )
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.distributed.process_group import restart_count
 from torchtune_cp.errors import UserError
 
@@ -74,7 +74,7 @@ class TrainingCheckpoints:
             on_save_error: ``raise`` ends the run when a save fails, ``continue`` logs it.
         """
         assert on_save_error in ("raise", "continue"), on_save_error
-        self.folder = Path(os.path.expanduser(output_dir)) / CHECKPOINTS_NAME
+        self.folder = expand_home(output_dir) / CHECKPOINTS_NAME
         self._keep_last_n = keep_last_n
         self._keep_best = keep_best
         self._raises = on_save_error == "raise"

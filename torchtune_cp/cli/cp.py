@@ -1,12 +1,12 @@
 """``tune cp``: copy a shipped recipe or config to change it."""
 
 import argparse
-import os
 import shutil
 from pathlib import Path
 
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.locate import config_names, recipe_names, shipped_config, shipped_recipe
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -38,7 +38,7 @@ def _run(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"no shipped recipe or config is called {args.file!r}{hint} (see tune ls)"
         )
-    destination: Path = Path(os.path.expanduser(args.destination))
+    destination: Path = expand_home(args.destination)
     if destination.is_dir():
         destination = destination / source.name
     elif destination.suffix != source.suffix:

@@ -19,6 +19,7 @@ from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, wants_traceback
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME, check_output
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import ConfigError
 
 __all__ = ["RunFailed", "add_parser", "run_command"]
@@ -138,7 +139,7 @@ def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
     from torchtune_cp.checkpointing.manifest import is_misnamed
     from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 
-    folder = Path(os.path.expanduser(output_dir)) / CHECKPOINTS_NAME
+    folder = expand_home(output_dir) / CHECKPOINTS_NAME
     others = noted_earlier(folder)
     own = [
         checkpoint

@@ -7,6 +7,7 @@ package (``_recipes``, ``_configs``), because a top-level ``recipes`` module wou
 import os
 from pathlib import Path
 
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.errors import ConfigError
 
@@ -91,7 +92,7 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: Neither a file nor a shipped config has this name.
     """
-    path, text = Path(os.path.expanduser(name)), os.fspath(name)
+    path, text = expand_home(name), os.fspath(name)
     found = _first_file(path, ".yaml")
     if found is not None:
         return found
@@ -115,7 +116,7 @@ def find_recipe(name: str) -> Path:
     shipped = shipped_recipe(name)
     if shipped is not None:
         return shipped
-    path = Path(os.path.expanduser(name))
+    path = expand_home(name)
     found = _first_file(path, ".py")
     if found is not None:
         return found

@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+from torchtune_cp.config.path_checks import expand_home
+
 
 def loopback_variables() -> dict[str, str]:
     """Return the variables that have gloo and NCCL listen on the loopback interface alone.
@@ -26,7 +28,7 @@ def loopback_variables() -> dict[str, str]:
 
 def _nccl_file_names_an_interface() -> bool:
     own = os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf")
-    for path in (Path("/etc/nccl.conf"), Path(own).expanduser()):
+    for path in (Path("/etc/nccl.conf"), expand_home(own)):
         try:
             if "NCCL_SOCKET_IFNAME" in path.read_text(encoding="utf-8", errors="replace"):
                 return True

@@ -21,6 +21,7 @@ from torchtune_cp.config.path_checks import (
     Kind,
     as_path,
     cannot_write,
+    expand_home,
     kind_problem,
     write_and_delete,
 )
@@ -147,7 +148,7 @@ class RunOutput:
             return self._has_checkpoints() or not _is_model(self.folder / FINAL_NAME)
         if not self.resume:
             return False
-        given = Path(os.path.realpath(Path(os.path.expanduser(str(self.resume)))))
+        given = Path(os.path.realpath(expand_home(str(self.resume))))
         own = Path(os.path.realpath(self.folder))
         checkpoints = Path(os.path.realpath(self.folder / CHECKPOINTS_NAME))
         return self._has_checkpoints() and (

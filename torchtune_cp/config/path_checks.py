@@ -24,6 +24,18 @@ _KINDS = (
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """Replace a leading ``~`` or ``~user``.
+
+    Unlike ``Path.expanduser``, it raises nothing for a user who is not there: the path stays as it is, and is
+    missed under its name like any other.
+
+    Args:
+        path: As a user wrote it.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def as_path(key: str, text: str) -> Path:
     """Turn a config's value into an absolute path, its ``~`` replaced.
 

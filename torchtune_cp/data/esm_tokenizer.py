@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.errors import UserError
 
@@ -154,7 +154,7 @@ def esm_tokenizer(path: str | Path | None = None, max_seq_len: int | None = None
     """
     if path is None:
         return EsmTokenizer(ESM_ALPHABET, max_seq_len=max_seq_len, name="the ESM alphabet")
-    file = Path(os.path.expanduser(path))
+    file = expand_home(path)
     if file.is_dir():
         file = file / "vocab.txt"
     try:

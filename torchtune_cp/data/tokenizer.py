@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import chain, takewhile
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers import __version__ as tokenizers_version
 from tokenizers.processors import ByteLevel
 
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.data.chat_templates import render_chat, template_names
 from torchtune_cp.data.message_spans import (
     MessageSpan,
@@ -371,7 +371,7 @@ def load_tokenizer(
     fallback_template: str | None = None,
 ) -> HFTokenizer:
     """As `hf_tokenizer`, with a template for folders that have none (for the model families)."""
-    folder = tokenizer_folder(Path(os.path.expanduser(path)))
+    folder = tokenizer_folder(expand_home(path))
     config = read_config(folder)
     tokenizer = load_backend(folder, config)
     own_config = read_json(folder / "tokenizer_config.json")
@@ -430,7 +430,7 @@ def _template_files(
 def _read_template(chat_template: str) -> str:
     if "{" in chat_template or "\n" in chat_template:
         return chat_template
-    path = Path(os.path.expanduser(chat_template))
+    path = expand_home(chat_template)
     if not path.is_file():
         raise UserError(
             f"tokenizer.chat_template={chat_template!r} is neither a jinja2 template nor an "

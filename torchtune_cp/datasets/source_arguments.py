@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.data.messages import MaskingStrategy
 from torchtune_cp.data.packing import STRATEGIES
@@ -130,5 +131,5 @@ def check_path(arguments: Mapping[str, Any], own: frozenset[str]) -> Iterator[Us
     """The check of a data set that reads a path of its own."""
     path = arguments.get("path")
     yield from check_values(arguments, own)
-    if isinstance(path, str) and not os.path.exists(os.path.expanduser(path)):
+    if isinstance(path, str) and not os.path.exists(expand_home(path)):
         yield NotFoundHereError(f"path: {path!r} does not exist")

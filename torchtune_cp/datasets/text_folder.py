@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.sft import SFTDataset
@@ -84,9 +85,10 @@ def _check_arguments(arguments: Mapping[str, Any], own: frozenset[str]) -> Itera
 def _folder(path: str | None) -> Path:
     if path is None:
         return Path(sysconfig.get_path("stdlib"))
-    if not os.path.isdir(os.path.expanduser(path)):
+    folder = expand_home(path)
+    if not os.path.isdir(folder):
         raise NotFoundHereError(f"dataset.path: {path!r} is not a folder")
-    return Path(os.path.expanduser(path))
+    return folder
 
 
 def _matching(root: Path, patterns: Sequence[str]) -> set[Path]:

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.datasets.fingerprint import fingerprint
 from torchtune_cp.datasets.mapping import map_rows
 from torchtune_cp.datasets.source import Rows
@@ -100,7 +101,7 @@ def cache_dir() -> Path:
     """`TUNE_CACHE_DIR`, or `torchtune_cp` in the user's cache folder."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
-        return Path(os.path.expanduser(given))
+        return expand_home(given)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torchtune_cp"
 

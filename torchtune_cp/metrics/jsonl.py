@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtune_cp.config.output_dir import METRICS_NAME
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, to_number
 from torchtune_cp.metrics.metrics_lines import copy_lines, read_metrics
@@ -30,7 +31,7 @@ def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
     Raises:
         OSError: It cannot be moved.
     """
-    path = Path(os.path.expanduser(output_dir)) / METRICS_NAME
+    path = expand_home(output_dir) / METRICS_NAME
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return None
     number = 1
@@ -58,7 +59,7 @@ class MetricsFile:
         Raises:
             UserError: The file cannot be written.
         """
-        self.path = Path(os.path.expanduser(output_dir)) / METRICS_NAME
+        self.path = expand_home(output_dir) / METRICS_NAME
         fresh = self.path.with_name(METRICS_NAME + ".tmp")
         damage = None
         try:

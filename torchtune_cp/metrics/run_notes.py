@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from torchtune_cp.config.output_dir import NOTES_NAME
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import METRICS_NAME, read_metrics
 
@@ -30,7 +31,7 @@ class RunNotes:
             output_dir: The run's folder.
             resume_step: None forgets the notes of an earlier run.
         """
-        folder = Path(os.path.expanduser(output_dir))
+        folder = expand_home(output_dir)
         self.resume_step = resume_step
         self.logged_step: int | None = None
         self._path = folder / NOTES_NAME

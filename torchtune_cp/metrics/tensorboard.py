@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.secrets import is_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
@@ -68,7 +69,7 @@ class TensorBoardLogger:
                 "metric_logger: TensorBoardLogger needs the package tensorboard: pip install "
                 "tensorboard (or choose StdoutLogger)"
             ) from error
-        folder = Path(os.path.expanduser(log_dir))
+        folder = expand_home(log_dir)
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
         # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
         purge_step = None

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.secrets import write_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
@@ -96,7 +96,7 @@ class DiskLogger:
             raise UserError(f"metric_logger.{error}")
         self._as_json = output_fmt == "jsonl"
         name = filename or f"log_{int(time.time())}.{output_fmt}"
-        self._path = Path(os.path.expanduser(log_dir)) / name
+        self._path = expand_home(log_dir) / name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from torchtune_cp.config.argument_checks import checked_by
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.secrets import is_private, mask_secrets, mask_text, write_private
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import (
@@ -152,7 +153,7 @@ class WandBLogger:
             self._run = wandb.run
         else:
             if folder is not None:
-                folder = Path(os.path.expanduser(folder))
+                folder = expand_home(folder)
                 folder.mkdir(parents=True, exist_ok=True)
             try:
                 with _masked_command_line():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
 from torchtune_cp.config.argument_types import AtLeast
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 
 
@@ -75,7 +74,7 @@ def setup_torch_profiler(
         )
     if active_steps < 1:
         raise UserError(f"profiler.active_steps={active_steps}: must be at least 1")
-    folder = Path(os.path.expanduser(output_dir))
+    folder = expand_home(output_dir)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def write(profiler: torch.profiler.profile) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -17,6 +15,7 @@ from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.config import FullFinetuneConfig, resolved_dict
 from torchtune_cp.config.output_dir import METRICS_NAME, NOTES_NAME
+from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.config.secrets import is_private
 from torchtune_cp.distributed import ParallelDims
 from torchtune_cp.errors import UserError
@@ -66,7 +65,7 @@ def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
     Raises:
         UserError: The folder cannot be written.
     """
-    folder = Path(os.path.expanduser(cfg.output_dir))
+    folder = expand_home(cfg.output_dir)
     try:
         if cfg.overwrite:
             (folder / METRICS_NAME).unlink(missing_ok=True)
