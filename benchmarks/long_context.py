@@ -23,10 +23,10 @@ from omegaconf import OmegaConf
 
 from benchmarks.tables import CHECKOUT, with_tables
 from torchtune_cp.config import FullFinetuneConfig, to_typed
+from torchtune_cp.planner.cluster import Cluster
 from torchtune_cp.planner.devices import DEVICES, GIB
 from torchtune_cp.planner.plan import Plan, make_plan
 from torchtune_cp.planner.report import sent_by_mesh
-from torchtune_cp.planner.world import World
 
 CONFIGS = CHECKOUT / "configs"
 FOLDER = CONFIGS / "long_context"
@@ -58,9 +58,9 @@ class Hardware:
         return -(-self.gpus // 8)
 
     @property
-    def world(self) -> World:
+    def cluster(self) -> Cluster:
         """For the planner."""
-        return World(
+        return Cluster(
             size=self.gpus,
             per_node=min(self.gpus, 8),
             device=DEVICES[self.device],
@@ -286,17 +286,17 @@ def planned(entry: Entry) -> Plan:
     cfg = to_typed(
         OmegaConf.create(body(entry)), FullFinetuneConfig, world_size=entry.hardware.gpus
     )
-    return make_plan(cfg, entry.hardware.world, entry.tokens)
+    return make_plan(cfg, entry.hardware.cluster, entry.tokens)
 
 
 def figures(plan: Plan) -> dict[str, str]:
     """A plan's figures in words, by what they are of."""
     sent = sum(count for count, _ in sent_by_mesh(plan).values())
-    device, world = plan.world.device, plan.world
+    device, cluster = plan.cluster.device, plan.cluster
     return {
         "device": f"{plan.needed / GIB:.1f} of {device.memory / GIB:.1f} GiB,"
         f" most in {plan.peak.place.describe()}",
-        "host": f"{plan.host_node / GIB:,.0f} of {world.host_memory / GIB:,.0f} GiB of a node",
+        "host": f"{plan.host_node / GIB:,.0f} of {cluster.host_memory / GIB:,.0f} GiB of a node",
         "sent": f"{sent / GIB:,.1f} GiB by a GPU in a step",
         "step": f"{plan.time.total:,.0f} s, {plan.tokens_per_second:,.0f} tokens/s a GPU,"
         f" MFU {plan.time.mfu:.1%} (estimates)",

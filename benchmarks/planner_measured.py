@@ -21,8 +21,8 @@ from torchtune_cp.planner.methods import BODIES, packs_documents
 from torchtune_cp.planner.simulate import host_memory_seen
 from torchtune_cp.planner.torch_private import offloading_copies
 from torchtune_cp.training import setup
-from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import step_totals
+from torchtune_cp.training.step import causal_lm_step
 
 
 class Watch(TorchDispatchMode):

@@ -20,11 +20,11 @@ from torchtune_cp.config.secrets import write_private
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.distributed.process_group import init_distributed, is_rank_zero
 from torchtune_cp.errors import RunStopped
+from torchtune_cp.launch.stop import StopRequest
 from torchtune_cp.metrics import memory_stats, peak_memory_bytes
 from torchtune_cp.metrics.throughput import StepTimer
-from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.nonfinite import NonFiniteGuard, step_totals
-from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.progress import TrainingProgress
 from torchtune_cp.training.resume import (
     open_checkpoints,
     restore,
@@ -43,8 +43,7 @@ from torchtune_cp.training.setup import (
     parallel_dims,
     setup_logging,
 )
-from torchtune_cp.training.step import imbalance_over, max_over
-from torchtune_cp.training.stop import StopRequest
+from torchtune_cp.training.step import causal_lm_step, imbalance_over, max_over
 
 
 @config.parse(schema=FullFinetuneConfig)
@@ -55,8 +54,8 @@ def main(cfg: FullFinetuneConfig) -> None:
     log = setup_logging(cfg.log_level)
     dims = parallel_dims(cfg)
     meshes = Meshes.build(dims, device.type)
-    checkpoints, found = open_checkpoints(cfg)  # found: what to continue from, if anything
-    seed = shared_seed(saved_seed(found) if cfg.seed is None else cfg.seed)
+    checkpoints, resumed = open_checkpoints(cfg)
+    seed = shared_seed(saved_seed(resumed) if cfg.seed is None else cfg.seed)
     set_seed(seed)
     output_dir = Path(cfg.output_dir).expanduser()
     if is_rank_zero():
@@ -65,7 +64,7 @@ def main(cfg: FullFinetuneConfig) -> None:
 
     # --- model: built without memory, sharded over dp_shard x cp, each rank reads its shards --
     checkpointer = config.instantiate(cfg.checkpointer)
-    model = build_model(cfg, checkpointer, meshes, device, seed, found)
+    model = build_model(cfg, checkpointer, meshes, device, seed, resumed)
     loss_fn = config.instantiate(cfg.loss)
 
     # --- data: whole sequences; context-parallel peers read the same ones ---------------------
@@ -80,19 +79,19 @@ def main(cfg: FullFinetuneConfig) -> None:
     )
     loader = build(cfg.dataset)
     val_loader = None if cfg.dataset_val is None else build(cfg.dataset_val, validation=True)
-    at = RunPosition.start(cfg, loader, found)  # counts the steps; the loader follows it
-    optimizer, scheduler, gradient_norm = build_optimizer(cfg, model, at.total_steps)
+    progress = TrainingProgress.start(cfg, loader, resumed)  # counts the steps; moves the loader
+    optimizer, scheduler, gradient_norm = build_optimizer(cfg, model, progress.total_steps)
     log.info(
         "%d parameters on %s, %d steps",
         sum(p.numel() for p in model.parameters()),
         dims.describe(),
-        at.total_steps,
+        progress.total_steps,
     )
     state, run = TrainingState(model, optimizer, scheduler), run_record(cfg, dims, seed)
-    restore(found, checkpoints, state, at, run)
-    report = build_report(cfg, at.total_steps, dims.world_size, found)
+    restore(resumed, checkpoints, state, progress, run)
+    report = build_report(cfg, progress.total_steps, dims.world_size, resumed)
     nonfinite = NonFiniteGuard(cfg.on_nonfinite, meshes, before_raising=checkpoints.wait)
-    nonfinite.count = skipped_steps(found)
+    nonfinite.count = skipped_steps(resumed)
     timer = StepTimer(device)
 
     # --- the step; validation cuts its sequences through the same door as training ------------
@@ -107,11 +106,11 @@ def main(cfg: FullFinetuneConfig) -> None:
         """
         if val_loader is None:
             return None
-        found = train.evaluate(val_loader, interrupted=stop.agreed)
-        if found is None:
+        evaluation = train.evaluate(val_loader, interrupted=stop.agreed)
+        if evaluation is None:
             return None
-        report.validation(step=step, loss=found.loss, tokens=found.tokens)
-        return found.loss
+        report.validation(step=step, loss=evaluation.loss, tokens=evaluation.tokens)
+        return evaluation.loss
 
     # --- the loop -----------------------------------------------------------------------------
     stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
@@ -123,29 +122,30 @@ def main(cfg: FullFinetuneConfig) -> None:
         raise RunStopped(signal_name, checkpoints.newest)
 
     model.train()
-    if at.validation_due and not at.validated:
-        validate(at.step)
+    if progress.validation_due and not progress.validated:
+        validate(progress.step)
     if asked := stop.agreed():
         leave(asked)
     with build_profiler(cfg) as profiler:
-        for epoch in range(at.epoch, cfg.epochs):
-            for batches in at.rest_of_epoch(epoch):
+        for epoch in range(progress.epoch, cfg.epochs):
+            for batches in progress.rest_of_epoch(epoch):
                 timer.start()
                 grads = train.backward(batches)
                 totals = step_totals(meshes, grads.losses, grads.norm, device)
                 lr = optimizer.param_groups[0]["lr"]
-                if nonfinite.allows(totals, step=at.step + 1, losses=grads.losses, batches=batches):
+                step = progress.step + 1
+                if nonfinite.allows(totals, step=step, losses=grads.losses, batches=batches):
                     train.update(grads.norm)
                 train.finish()
                 if scheduler is not None:
                     scheduler.step()
-                at.advance()
+                progress.advance()
 
                 peak = max_over(meshes.loss, peak_memory_bytes(device), device=device)
                 imbalance = imbalance_over(meshes.loss, grads.attention_pairs, device=device)
                 seconds = timer.stop()
                 report.step(
-                    step=at.step,
+                    step=progress.step,
                     epoch=epoch,
                     loss=totals.loss_sum / max(grads.tokens, 1),
                     grad_norm=totals.grad_norm,
@@ -158,12 +158,12 @@ def main(cfg: FullFinetuneConfig) -> None:
                     nonfinite_steps=None if totals.finite else nonfinite.count,
                 )
                 profiler.step()
-                val_loss = validate(at.step) if at.validation_due else None
+                val_loss = validate(progress.step) if progress.validation_due else None
                 checkpoints.check()  # the error of a save in the background comes out here
                 asked = stop.agreed()
-                if at.save_due or asked:
-                    record = run | at.record() | {"nonfinite_steps": nonfinite.count}
-                    checkpoints.save(state, step=at.step, record=record, val_loss=val_loss)
+                if progress.save_due or asked:
+                    record = run | progress.record() | {"nonfinite_steps": nonfinite.count}
+                    checkpoints.save(state, step=progress.step, record=record, val_loss=val_loss)
                 if asked:
                     leave(asked)
 

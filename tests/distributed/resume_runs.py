@@ -11,13 +11,13 @@ import torch
 
 from tests.distributed.fixtures import VOCAB, Samples, recipe_config, run_recipe
 from torchtune_cp.checkpointing import FullModelHFCheckpointer
-from torchtune_cp.checkpointing.agreement import Agreement
+from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import load_tensors, stored_tensors
 from torchtune_cp.config import to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.metrics import read_metrics
-from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.progress import TrainingProgress
 from torchtune_cp.training.resume import open_checkpoints, restore, run_record
 from torchtune_cp.training.setup import build_loader, build_model, build_optimizer, parallel_dims
 
@@ -130,7 +130,7 @@ def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         for name, tensor in stored_tensors(checkpoint).items()
         if not name.startswith("rng.")
     }
-    load_tensors(checkpoint, tensors, Agreement())
+    load_tensors(checkpoint, tensors, RankSync())
     return tensors
 
 
@@ -144,9 +144,11 @@ def load_and_save_again(cfg: Any) -> None:
     weights = FullModelHFCheckpointer(None)
     model = build_model(typed, weights, meshes, torch.device("cpu"), 0, found)
     loader = build_loader(typed, typed.dataset, None, meshes, seed=0)
-    at = RunPosition.start(typed, loader, found)
-    optimizer, scheduler, _ = build_optimizer(typed, model, at.total_steps)
+    progress = TrainingProgress.start(typed, loader, found)
+    optimizer, scheduler, _ = build_optimizer(typed, model, progress.total_steps)
     state, run = TrainingState(model, optimizer, scheduler), run_record(typed, dims, 0)
-    restore(found, checkpoints, state, at, run)
-    checkpoints.save(state, step=at.step, record=run | at.record() | {"nonfinite_steps": 0})
+    restore(found, checkpoints, state, progress, run)
+    checkpoints.save(
+        state, step=progress.step, record=run | progress.record() | {"nonfinite_steps": 0}
+    )
     checkpoints.close()

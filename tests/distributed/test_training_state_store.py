@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.distributed.harness import run_ranks
 from torchtune_cp.checkpointing import shard_files, training_state_store
-from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
+from torchtune_cp.checkpointing.rank_sync import RankSync, RemoteError
 from torchtune_cp.checkpointing.training_state_store import (
     list_checkpoints,
     load_tensors,
@@ -104,17 +104,17 @@ def _blank(tensors: dict[str, torch.Tensor]) -> None:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(77)
 
 
-def _differences(folder: Path, tensors: dict[str, torch.Tensor], agreement: Agreement) -> list[str]:
+def _differences(folder: Path, tensors: dict[str, torch.Tensor], rank_sync: RankSync) -> list[str]:
     """Read into blank tensors; name what then differs from the net that was saved."""
     _blank(tensors)
     truth = _tensors(Net(0))
-    load_tensors(folder, tensors, agreement)
+    load_tensors(folder, tensors, rank_sync)
     return [name for name, value in tensors.items() if not torch.equal(_full(value), truth[name])]
 
 
 def _write_all(folder: str) -> dict[str, Any]:
     """Write with every layout of this world size, read with every one; count shards and bytes."""
-    agreement = Agreement()
+    rank_sync = RankSync()
     report: dict[str, Any] = {"bytes": {}, "strided": False}
     layouts = LAYOUTS[dist.get_world_size()]
     for layout in layouts:
@@ -124,29 +124,29 @@ def _write_all(folder: str) -> dict[str, Any]:
             for t in tensors.values()
             if isinstance(t, DTensor)
         )
-        path = write_checkpoint(Path(folder) / layout, 7, tensors, {"layout": layout}, agreement)
+        path = write_checkpoint(Path(folder) / layout, 7, tensors, {"layout": layout}, rank_sync)
         report["bytes"][layout] = sum(
-            file.num_bytes for file in verify_checkpoint(path, agreement).files
+            file.num_bytes for file in verify_checkpoint(path, rank_sync).files
         )
-    report["differences"] = _read_each(folder, agreement)
-    agreement.close()
+    report["differences"] = _read_each(folder, rank_sync)
+    rank_sync.close()
     return report
 
 
-def _read_each(folder: str, agreement: Agreement) -> dict[tuple[str, str], list[str]]:
+def _read_each(folder: str, rank_sync: RankSync) -> dict[tuple[str, str], list[str]]:
     found = {}
-    for read in LAYOUTS[agreement.world_size]:
+    for read in LAYOUTS[rank_sync.world_size]:
         tensors = _tensors(_net(read, seed=1))
         for written in LAYOUTS[4]:
             path = Path(folder) / written / "step_7"
-            found[written, read] = _differences(path, tensors, agreement)
+            found[written, read] = _differences(path, tensors, rank_sync)
     return found
 
 
 def _read_all(folder: str) -> dict[tuple[str, str], list[str]]:
-    agreement = Agreement()
-    found = _read_each(folder, agreement)
-    agreement.close()
+    rank_sync = RankSync()
+    found = _read_each(folder, rank_sync)
+    rank_sync.close()
     return found
 
 
@@ -163,8 +163,8 @@ def test_a_checkpoint_of_any_mesh_is_read_bit_equal_on_any_other(tmp_path: Path)
     for found in run_ranks(2, _read_all, str(tmp_path)):
         assert found == {(written, read): [] for written in LAYOUTS[4] for read in LAYOUTS[2]}
     # And here, without any process group.
-    agreement = Agreement()
-    assert _read_each(str(tmp_path), agreement) == {
+    rank_sync = RankSync()
+    assert _read_each(str(tmp_path), rank_sync) == {
         (written, "plain"): [] for written in LAYOUTS[4]
     }
     stored = stored_tensors(tmp_path / "fsdp4" / "step_7")
@@ -207,14 +207,14 @@ def _caught(call: Any) -> tuple[str, str]:
 def _fail_in_turn(folder: str) -> dict[str, Any]:
     """Fail on one rank after the other and in every stage; return what this rank was told."""
     parent = Path(folder)
-    agreement = Agreement()
+    rank_sync = RankSync()
     tensors = _tensors(_net("fsdp4", seed=0))
-    write_checkpoint(parent, 1, tensors, {}, agreement)
+    write_checkpoint(parent, 1, tensors, {}, rank_sync)
     earlier = _digests(parent)
 
     def write(step: int, state: dict[str, Any] | None = None, **more: torch.Tensor) -> Any:
         return _caught(
-            lambda: write_checkpoint(parent, step, {**tensors, **more}, state or {}, agreement)
+            lambda: write_checkpoint(parent, step, {**tensors, **more}, state or {}, rank_sync)
         )
 
     told: dict[str, Any] = {}
@@ -233,13 +233,13 @@ def _fail_in_turn(folder: str) -> dict[str, Any]:
     told["names"] = sorted(path.name for path in parent.iterdir())
 
     with _patched(shard_files, "_read_slice", _raises, rank=1):
-        told["read error"] = _caught(lambda: load_tensors(parent / "step_1", tensors, agreement))
+        told["read error"] = _caught(lambda: load_tensors(parent / "step_1", tensors, rank_sync))
     more = {"model.new": torch.zeros(1)} if dist.get_rank() == 2 else {}
     told["missing"] = _caught(
-        lambda: load_tensors(parent / "step_1", {**tensors, **more}, agreement)
+        lambda: load_tensors(parent / "step_1", {**tensors, **more}, rank_sync)
     )
     fewer = {name: value for name, value in tensors.items() if "exp_avg" not in name}
-    told["unexpected"] = _caught(lambda: load_tensors(parent / "step_1", fewer, agreement))
+    told["unexpected"] = _caught(lambda: load_tensors(parent / "step_1", fewer, rank_sync))
     dist.barrier()
     if dist.get_rank() == 0:
         body = parent / "step_1" / "rank_00003.safetensors"
@@ -247,8 +247,8 @@ def _fail_in_turn(folder: str) -> dict[str, Any]:
         damaged[-1] ^= 1
         body.write_bytes(damaged)
     dist.barrier()
-    told["damaged"] = _caught(lambda: verify_checkpoint(parent / "step_1", agreement))
-    agreement.close()
+    told["damaged"] = _caught(lambda: verify_checkpoint(parent / "step_1", rank_sync))
+    rank_sync.close()
     return told
 
 
@@ -289,7 +289,7 @@ def _save_while_training(folder: str) -> dict[str, Any]:
 
     No rank writes its bytes before its training has gone on for some steps.
     """
-    agreement = Agreement()
+    rank_sync = RankSync()
     saved = _tensors(_net("fsdp2_tp2", seed=0))
     net = _net("fsdp4", seed=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -306,7 +306,7 @@ def _save_while_training(folder: str) -> dict[str, Any]:
 
     def save() -> None:
         try:
-            write_checkpoint(Path(folder), 1, saved, {}, agreement)
+            write_checkpoint(Path(folder), 1, saved, {}, rank_sync)
         except Exception as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
 
@@ -330,8 +330,8 @@ def _save_while_training(folder: str) -> dict[str, Any]:
             went_on.set()
     thread.join()
     shard_files._write = write  # type: ignore[assignment]
-    differences = _differences(Path(folder) / "step_1", _tensors(_net("fsdp4", seed=1)), agreement)
-    agreement.close()
+    differences = _differences(Path(folder) / "step_1", _tensors(_net("fsdp4", seed=1)), rank_sync)
+    rank_sync.close()
     return {
         "errors": [repr(error) for error in errors],
         "steps during the save": during,

@@ -23,12 +23,12 @@ from tests.docs.pages import (
     tune_commands,
 )
 from torchtune_cp.cli import plan, run
-from torchtune_cp.cli.launcher import world_size_of
 from torchtune_cp.cli.main import _parser, main
 from torchtune_cp.cli.recipe import Recipe
 from torchtune_cp.config import component_problems, load, to_typed
 from torchtune_cp.config.load import split_argv
 from torchtune_cp.config.locate import find_recipe
+from torchtune_cp.launch.launcher import world_size_of
 from torchtune_cp.metrics import read_metrics
 
 #: Each takes about ten seconds. A page that shows another one replaces one of these.

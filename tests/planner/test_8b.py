@@ -6,7 +6,7 @@ import pytest
 
 from torchtune_cp.config import load, to_typed
 from torchtune_cp.planner.devices import DEVICES, GIB
-from torchtune_cp.planner.plan import World, make_plan
+from torchtune_cp.planner.plan import Cluster, make_plan
 
 RANKS, LAYERS = 8, 32
 VOCAB, DIM, HIDDEN, KV = 128_256, 4_096, 14_336, 1_024
@@ -58,7 +58,7 @@ def test_the_peak_is_the_sum_of_what_must_be_there(seq_len, by_hand, phase):
         load("llama3_1/8B_full", [f"context_parallel_dim={RANKS}"]),
         world_size=RANKS,
     )
-    plan = make_plan(cfg, World(RANKS, RANKS, DEVICES["h100-80g"]), seq_len)
+    plan = make_plan(cfg, Cluster(RANKS, RANKS, DEVICES["h100-80g"]), seq_len)
     last = plan.ranks[RANKS - 1].peak
     expected = by_hand(seq_len // RANKS)
     # Left out by hand: token ids, rotary tables, row statistics of norms and attention, the norms'

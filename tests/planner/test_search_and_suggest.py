@@ -12,12 +12,12 @@ from benchmarks.planner_cases import small_config
 from torchtune_cp.config import to_typed
 from torchtune_cp.errors import UserError
 from torchtune_cp.planner import suggest as suggest_module
+from torchtune_cp.planner.cluster import Cluster
 from torchtune_cp.planner.devices import DEVICES, GIB
 from torchtune_cp.planner.profile import Moment, Profile
 from torchtune_cp.planner.search import longest
 from torchtune_cp.planner.suggest import as_table, described, ladder, meshes, suggest
 from torchtune_cp.planner.trace import CATEGORIES, Place
-from torchtune_cp.planner.world import World
 
 H100 = DEVICES["h100-80g"]
 
@@ -35,7 +35,7 @@ def plans(needed, memory=80 * GIB, host=lambda n: 0, host_memory=math.inf):
             load=load,
             fits=load <= 1,
             seq_len=length,
-            world=SimpleNamespace(device=SimpleNamespace(memory=memory), host_memory=host_memory),
+            cluster=SimpleNamespace(device=SimpleNamespace(memory=memory), host_memory=host_memory),
         )
 
     return plan_at, asked
@@ -66,7 +66,7 @@ def test_a_node_that_is_full_ends_the_search_as_a_full_device_does():
     plan_at, asked = plans(
         lambda n: n * 10_000, host=lambda n: 30 * GIB + n * 262_144, host_memory=1397 * GIB
     )
-    found = longest(plan_at, 16, start=8192, say=said.append)
+    found = longest(plan_at, 16, start=8192, notify=said.append)
     limit = (1397 - 30) * GIB / 262_144
     assert limit * 0.99 < found.seq_len <= limit
     assert len(asked) <= 14
@@ -86,8 +86,8 @@ SIZES = {"num_heads": 32, "num_kv_heads": 8, "intermediate_dim": 14336, "vocab_s
 
 
 def test_meshes_fill_the_world_and_tensor_parallelism_stays_in_a_node():
-    world = World(size=16, per_node=8, device=H100)
-    found = list(meshes(world, SIZES))
+    cluster = Cluster(size=16, per_node=8, device=H100)
+    found = list(meshes(cluster, SIZES))
     assert len(found) == len({tuple(m.values()) for m in found})
     for mesh in found:
         product = 1
@@ -101,7 +101,7 @@ def test_meshes_fill_the_world_and_tensor_parallelism_stays_in_a_node():
     for mesh in replicated:
         assert mesh["data_parallel_replicate_dim"] == 2
         assert mesh["context_parallel_dim"] * mesh["tensor_parallel_dim"] <= 8
-    uneven = {m["tensor_parallel_dim"] for m in meshes(world, SIZES | {"num_kv_heads": 2})}
+    uneven = {m["tensor_parallel_dim"] for m in meshes(cluster, SIZES | {"num_kv_heads": 2})}
     assert uneven == {1, 2}
 
 
@@ -136,10 +136,10 @@ def test_the_fastest_lever_that_fits_comes_first_on_each_mesh(monkeypatch):
 
     monkeypatch.setattr(suggest_module, "run_apart", made_up(memory_of, seconds_of))
     cfg = to_typed(small_config(), world_size=None)
-    world = World(size=8, per_node=8, device=H100)
+    cluster = Cluster(size=8, per_node=8, device=H100)
     sizes = {"num_heads": 1}  # no tensor parallelism
     said = []
-    found = suggest(cfg, world, 65536, sizes, say=said.append)
+    found = suggest(cfg, cluster, 65536, sizes, notify=said.append)
     best = {}
     for suggestion in found:
         assert suggestion.plan.fits
@@ -166,7 +166,7 @@ def test_of_equally_fast_meshes_the_one_with_less_memory_comes_first(monkeypatch
         ),
     )
     cfg = to_typed(small_config(), world_size=None)
-    found = suggest(cfg, World(4, 4, H100), 8192, {"num_heads": 1})
+    found = suggest(cfg, Cluster(4, 4, H100), 8192, {"num_heads": 1})
     assert found[0].overrides["context_parallel_dim"] == 4
 
 
@@ -179,12 +179,12 @@ def test_a_lever_that_the_config_does_not_go_with_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(suggest_module, "run_apart", made_up(memory_of, lambda cfg: 1.0))
     cfg = to_typed(small_config(clip_grad_norm=1.0), world_size=None)
-    found = suggest(cfg, World(1, 1, H100), 8192, {"num_heads": 1})
+    found = suggest(cfg, Cluster(1, 1, H100), 8192, {"num_heads": 1})
     assert (True, False) not in tried
     assert found
     assert all(s.overrides["enable_activation_offloading"] for s in found)
     tried.clear()
-    suggest(to_typed(small_config(), world_size=None), World(1, 1, H100), 8192, {"num_heads": 1})
+    suggest(to_typed(small_config(), world_size=None), Cluster(1, 1, H100), 8192, {"num_heads": 1})
     assert (True, False) in tried
 
 
@@ -203,9 +203,9 @@ def test_a_lever_that_the_config_does_not_go_with_is_passed_over(monkeypatch):
 )
 def test_heads_are_done_in_as_many_chunks_as_model_and_method_allow(overrides, kv_heads, chunks):
     cfg = to_typed(small_config(), world_size=None)
-    world = math.prod(v for v in overrides.values() if isinstance(v, int))
+    cluster = math.prod(v for v in overrides.values() if isinstance(v, int))
     sizes = {"num_heads": 32, "num_kv_heads": kv_heads}
-    rungs = ladder(cfg, overrides, world, sizes)
+    rungs = ladder(cfg, overrides, cluster, sizes)
     assert rungs
     assert rungs[-1][1].attention_head_chunks == chunks
     # What saves more comes on top of what saves less, and costs nothing where it is off.

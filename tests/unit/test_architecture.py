@@ -17,26 +17,28 @@ TORCH_PRIVATE = SOURCE / "distributed" / "context_parallel" / "torch_private.py"
 #: What the planner needs of torch's insides is of no use to training, which must not import it.
 PLANNER_TORCH_PRIVATE = SOURCE / "planner" / "torch_private.py"
 
+#: Files beside the packages that need nothing and serve all.
+FOR_ALL = {"errors", "did_you_mean"}
 #: What each part of the package may import of the others. `models` stands apart: torch only.
 MAY_IMPORT = {
-    "errors": set(),
-    "models": {"errors"},
-    "config": {"errors"},
-    "distributed": {"config", "errors"},
-    "data": {"config", "distributed", "models", "errors"},
-    "datasets": {"data", "config", "distributed", "errors"},
-    "metrics": {"config", "distributed", "errors"},
-    "checkpointing": {"config", "distributed", "models", "errors"},
+    "durable": set(),
+    "models": set(),
+    "launch": {"durable"},
+    "config": {"durable", "launch"},
+    "distributed": {"config", "launch"},
+    "data": {"config", "distributed", "models"},
+    "datasets": {"data", "config", "distributed", "durable", "launch"},
+    "metrics": {"config", "distributed", "durable"},
+    "checkpointing": {"config", "distributed", "models", "durable"},
     "training": {
         *("config", "distributed", "data", "datasets", "metrics", "checkpointing", "models"),
-        "errors",
     },
-    "planner": {"config", "distributed", "models", "training", "errors"},
-    "cli": {"config", "checkpointing", "models", "planner", "errors"},
-    "quickstart": {"config", "checkpointing", "metrics", "errors"},
+    "planner": {"config", "distributed", "launch", "models", "training"},
+    "cli": {"config", "checkpointing", "launch", "models", "planner"},
+    "quickstart": {"config", "checkpointing", "launch", "metrics"},
     "recipes": {
         *("config", "distributed", "data", "datasets", "metrics", "checkpointing", "models"),
-        *("training", "errors"),
+        *("training", "launch"),
     },
 }
 #: Names needed by the type checker alone, under `if TYPE_CHECKING:`.
@@ -84,7 +86,7 @@ def _where(path: Path, line: int) -> str:
 
 def test_the_table_of_directions_has_no_cycle_and_names_every_part() -> None:
     list(TopologicalSorter(MAY_IMPORT).static_order())
-    parts = {_part(path) for path in FILES} - {"__init__", "__main__"}
+    parts = {_part(path) for path in FILES} - {"__init__", "__main__"} - FOR_ALL
     assert parts == set(MAY_IMPORT)
 
 
@@ -92,16 +94,16 @@ def test_imports_go_one_way() -> None:
     offenders = []
     for path, tree in _parsed():
         part = _part(path)
-        if part in ("__init__", "__main__"):
+        if part in ("__init__", "__main__", *FOR_ALL):
             continue
         for name, line, for_types in _imports(tree):
             top, _, rest = name.partition(".")
             target = rest.partition(".")[0]
             if top != PACKAGE or target in (part, "__version__"):
                 continue
-            allowed = MAY_IMPORT[part] | (
-                MAY_IMPORT_FOR_TYPES.get(part, set()) if for_types else set()
-            )
+            allowed = FOR_ALL | MAY_IMPORT[part]
+            if for_types:
+                allowed |= MAY_IMPORT_FOR_TYPES.get(part, set())
             if target not in allowed:
                 offenders.append(f"{_where(path, line)}: {part} imports {name}")
     assert not offenders, "\n".join(offenders)

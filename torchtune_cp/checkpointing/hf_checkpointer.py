@@ -11,7 +11,6 @@ from typing import Annotated, Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtune_cp.checkpointing.agreement import Agreement
 from torchtune_cp.checkpointing.folder import (
     CONFIG_NAME,
     CheckpointFiles,
@@ -19,6 +18,7 @@ from torchtune_cp.checkpointing.folder import (
 )
 from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
 from torchtune_cp.checkpointing.model_folder import OTHER_FILES, TOKENIZER_FILES
+from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.config.argument_types import AtLeast
 from torchtune_cp.config.path_checks import expand_home
@@ -269,7 +269,7 @@ class FullModelHFCheckpointer:
                 parameter = parameter.to(save_dtype)  # fewer bytes to gather
             return _gathered(parameter) if isinstance(parameter, DTensor) else parameter
 
-        agreement = Agreement()
+        rank_sync = RankSync()
         scratch = tempfile.TemporaryDirectory()
         try:
             save_hf_folder(
@@ -280,13 +280,13 @@ class FullModelHFCheckpointer:
                 dtype=save_dtype,
                 float32_names=[name for name in carried if name.endswith("inv_freq")],
                 extra_files=(
-                    self._extra_files(tokenizer, Path(scratch.name)) if agreement.rank == 0 else ()
+                    self._extra_files(tokenizer, Path(scratch.name)) if rank_sync.rank == 0 else ()
                 ),
                 max_file_bytes=max_file_bytes,
-                agreement=agreement,
+                rank_sync=rank_sync,
             )
         finally:
-            agreement.close()
+            rank_sync.close()
             scratch.cleanup()
         return Path(folder)
 

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -22,7 +21,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from torchtune_cp.checkpointing.model_folder import (
     discard_hidden,
@@ -30,19 +28,15 @@ from torchtune_cp.checkpointing.model_folder import (
     open_hidden,
     put_in_place,
 )
+from torchtune_cp.checkpointing.rank_sync import RankSync, RemoteError
+from torchtune_cp.checkpointing.safetensors_format import WEIGHT_DTYPES, header_bytes, tensor_bytes
 from torchtune_cp.config.path_checks import expand_home
+from torchtune_cp.durable import sync, write_text
 from torchtune_cp.errors import UserError
 
 #: Hugging Face's tools write files of this size.
 MAX_FILE_BYTES = 5 * 1000**3
 BUFFER_BYTES = 1000**3
-
-_DTYPE_NAMES = {
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
 
 
 @dataclass
@@ -95,34 +89,14 @@ def plan_files(
 
 
 def _header(plan: FilePlan) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape in plan.shapes.items():
-        end = offset + plan.bytes_of(name)
-        header[name] = {
-            "dtype": _DTYPE_NAMES[plan.dtypes[name]],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the tensors aligned, as the format asks
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(
+        ((name, plan.dtypes[name], shape) for name, shape in plan.shapes.items()), {}
+    )
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
     if tensor.numel():
-        # numpy has no bfloat16: hand over the bytes.
-        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        file.write(tensor_bytes(tensor))
 
 
 def _rounds(
@@ -163,7 +137,7 @@ def save_hf_folder(
     extra_files: Sequence[Path] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     buffer_bytes: int = BUFFER_BYTES,
-    agreement: Agreement | None = None,
+    rank_sync: RankSync | None = None,
 ) -> None:
     """Write a Hugging Face model folder; every rank has to call this with the same arguments.
 
@@ -180,17 +154,17 @@ def save_hf_folder(
             ``generation_config.json``); read on rank 0 only.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
         buffer_bytes: Most bytes of tensors that a rank holds (one tensor, if that is larger).
-        agreement: The meeting point of the ranks; made and closed here if None.
+        rank_sync: Where the ranks wait for each other; made and closed here if None.
 
     Raises:
         UserError: The folder cannot be written (disk full, no permission), on every rank; or
         ``dtype``
             is not a type of weights.
     """
-    if dtype not in _DTYPE_NAMES:
+    if dtype not in WEIGHT_DTYPES:
         raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")
-    own_agreement = agreement is None
-    agreement = agreement or Agreement()
+    own_sync = rank_sync is None
+    rank_sync = rank_sync or RankSync()
     # Not beside a link, but beside what it leads to: a rename stays on one disk.
     final = Path(os.path.realpath(expand_home(folder)))
     try:
@@ -204,16 +178,16 @@ def save_hf_folder(
             extra_files=extra_files,
             max_file_bytes=max_file_bytes,
             buffer_bytes=buffer_bytes,
-            agreement=agreement,
+            rank_sync=rank_sync,
         )
     except (OSError, RemoteError) as error:
-        if agreement.rank == 0:
+        if rank_sync.rank == 0:
             with contextlib.suppress(OSError):  # the error that counts is the first
                 discard_hidden(final)
         raise UserError(f"could not save the model to {final}: {error}") from error
     finally:
-        if own_agreement:
-            agreement.close()
+        if own_sync:
+            rank_sync.close()
 
 
 def _save(
@@ -227,9 +201,9 @@ def _save(
     extra_files: Sequence[Path],
     max_file_bytes: int,
     buffer_bytes: int,
-    agreement: Agreement,
+    rank_sync: RankSync,
 ) -> None:
-    temporary, writers = hidden_place(final), _open_temporary(final, agreement)
+    temporary, writers = hidden_place(final), _open_temporary(final, rank_sync)
     plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
     for taken in _rounds(plans, owners, buffer_bytes):
@@ -237,7 +211,7 @@ def _save(
         for index, name in taken:
             tensor = get_full(name)
             assert tuple(tensor.shape) == plans[index].shapes[name], (name, tensor.shape)
-            if owners[index] == agreement.rank:
+            if owners[index] == rank_sync.rank:
                 written_as = plans[index].dtypes[name]
                 kept.append((index, name, tensor.detach().to(device="cpu", dtype=written_as)))
             del tensor
@@ -251,12 +225,12 @@ def _save(
                         file.write(_header(plans[index]))
                     _write_tensor(file, tensor)
                 if last:
-                    _sync(temporary / plans[index].name)
+                    sync(temporary / plans[index].name)
         except OSError as caught:
             error = caught
-        agreement.raise_together(error)
+        rank_sync.raise_together(error)
     error = None
-    if agreement.rank == 0:
+    if rank_sync.rank == 0:
         try:
             _write_small_files(temporary, plans, config, extra_files)
             for plan in plans:
@@ -266,27 +240,27 @@ def _save(
                     raise OSError(
                         f"{plan.name} has {found} bytes on the disk instead of {expected}"
                     )
-            _sync(temporary)
+            sync(temporary)
             put_in_place(final)
         except OSError as caught:
             error = caught
-    agreement.raise_together(error)
+    rank_sync.raise_together(error)
 
 
-def _open_temporary(final: Path, agreement: Agreement) -> list[int]:
+def _open_temporary(final: Path, rank_sync: RankSync) -> list[int]:
     """Make the hidden folder on rank 0; return the ranks that see it and so can write there.
 
     On several nodes without a shared file system only the first node's ranks do.
     """
     error: Exception | None = None
-    if agreement.rank == 0:
+    if rank_sync.rank == 0:
         try:
             open_hidden(final)
         except OSError as caught:
             error = caught
-    agreement.raise_together(error)
-    sees = agreement.rank == 0 or hidden_place(final).is_dir()
-    return [rank for rank, note in enumerate(agreement.gather("yes" if sees else None)) if note]
+    rank_sync.raise_together(error)
+    sees = rank_sync.rank == 0 or hidden_place(final).is_dir()
+    return [rank for rank, note in enumerate(rank_sync.gather("yes" if sees else None)) if note]
 
 
 def _write_small_files(
@@ -302,15 +276,13 @@ def _write_small_files(
             "weight_map": {name: plan.name for plan in plans for name in plan.shapes},
         }
     for name, content in contents.items():
-        path = temporary / name
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _sync(path)
+        write_text(temporary / name, json.dumps(content, indent=2) + "\n")
     for source in extra_files:
         # copyfile, not copy: a read-only original must not make the copy read-only.
         if source.is_dir():
             shutil.copytree(source, temporary / source.name, copy_function=shutil.copyfile)
             for copied in (temporary / source.name).rglob("*"):
-                _sync(copied)
+                sync(copied)
         else:
             shutil.copyfile(source, temporary / source.name)
-        _sync(temporary / source.name)
+        sync(temporary / source.name)

@@ -11,8 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
-from torchtune_cp.checkpointing.durable import sync
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
+from torchtune_cp.durable import first_free, rename_into_place
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,16 +80,8 @@ def put_in_place(final: Path) -> None:
     Raises:
         OSError: A rename failed.
     """
-    temporary, replaced = hidden_place(final), _replaced(final)
-    if final.exists():
-        final.rename(replaced)
-    try:
-        temporary.rename(final)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(final)
-        raise
-    sync(final.parent)
+    replaced = _replaced(final)
+    rename_into_place(hidden_place(final), final, replaced)
     if replaced.exists():
         _return_others(replaced, final)
 
@@ -122,8 +114,6 @@ def _return_others(replaced: Path, final: Path) -> None:
     if not any(replaced.iterdir()):
         replaced.rmdir()
         return
-    number = 1
-    while os.path.lexists(aside := final.with_name(f"{final.name}.earlier_{number}")):
-        number += 1
+    aside = first_free(lambda number: final.with_name(f"{final.name}.earlier_{number}"))
     replaced.rename(aside)
     _LOG.warning("%s holds what stood under names that the new %s needs", aside, final)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_cp.checkpointing.agreement import Agreement
-from torchtune_cp.checkpointing.earlier_runs import noted_earlier, step_of
 from torchtune_cp.checkpointing.folder import CONFIG_NAME
 from torchtune_cp.checkpointing.manifest import MANIFEST_NAME, Manifest, is_misnamed
+from torchtune_cp.checkpointing.rank_sync import RankSync
+from torchtune_cp.checkpointing.stale_checkpoints import noted_stale, step_of
 from torchtune_cp.checkpointing.training_state_store import (
     list_checkpoints,
     other_checkpoints,
@@ -58,7 +58,7 @@ class _Candidates:
 
 
 def find_resume_point(
-    resume_from_checkpoint: bool | str, own: Path, agreement: Agreement
+    resume_from_checkpoint: bool | str, own: Path, rank_sync: RankSync
 ) -> ResumePoint | None:
     """Find what to continue from: rank 0 looks, all ranks verify and follow.
 
@@ -69,7 +69,7 @@ def find_resume_point(
         resume_from_checkpoint: True for the newest checkpoint of ``own``, a path (see the config key),
             or False.
         own: The run's own folder of checkpoints.
-        agreement: The meeting point of the ranks.
+        rank_sync: Where the ranks wait for each other.
 
     Returns:
         None for a run that starts at its beginning.
@@ -80,12 +80,12 @@ def find_resume_point(
     restarts = restart_count()
     candidates = _Candidates(())
     problem: str | None = None
-    if agreement.rank == 0:
+    if rank_sync.rank == 0:
         try:
             candidates = _candidates(resume_from_checkpoint, own, restarted=restarts > 0)
         except (UserError, OSError) as error:
             problem = f"resume_from_checkpoint: {error}"
-    problem, candidates = agreement.gather((problem, candidates))[0]
+    problem, candidates = rank_sync.gather((problem, candidates))[0]
     if problem is not None:
         raise UserError(problem)
     if candidates.weights:
@@ -100,7 +100,7 @@ def find_resume_point(
     problems = []
     for path in candidates.paths:
         try:
-            manifest = verify_checkpoint(path, agreement)
+            manifest = verify_checkpoint(path, rank_sync)
         except UserError as error:
             problems.append(str(error))
             if len(candidates.paths) > 1:
@@ -137,7 +137,7 @@ def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Cand
     if restarted or resume_from is True:
         paths = list_checkpoints(own)
         if restarted:
-            earlier = noted_earlier(own)
+            earlier = noted_stale(own)
             paths = [path for path in paths if path.name not in earlier]
         else:
             _mind_others(own, paths)
@@ -185,7 +185,7 @@ def not_continued(own: Path, found: ResumePoint | None, *, restarted: bool) -> l
     others = list_checkpoints(own)
     if found is None or found.manifest is None or not found.is_own:
         return others
-    earlier = noted_earlier(own) if restarted else set()
+    earlier = noted_stale(own) if restarted else set()
     last = found.manifest.step
     return [
         path for path in others if step_of(path) > last or path.name in earlier or is_misnamed(path)

@@ -4,18 +4,15 @@ Each rank writes one file. Which rank writes which replica, and which slices a r
 mesh, is decided by torch's planners; here are only the bytes. torch's own
 ``HuggingFaceStorageWriter`` builds a rank's whole file in memory, twice, before it writes the first
 byte, and its reader takes every ``*.safetensors`` of the folder and casts to whatever type is asked
-for; so this writer streams, and this reader opens only listed files and checks that their chunks
-make up whole tensors. The layout is theirs (offsets under ``DCP_SHARDING_INFO`` in the header), so
-torch's tools read these files too.
+for; so this writer streams, and this reader opens only the files that the checkpoint's table of shards
+names (:mod:`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
+they write it (``DCP_SHARDING_INFO``), so torch's tools read these files too.
 """
 
 import dataclasses
 import json
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,31 +40,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from torchtune_cp.checkpointing.manifest import (
-    FileRecord,
-    Manifest,
-    check_size,
-    new_checksum,
-    shown,
+from torchtune_cp.checkpointing.manifest import FileRecord, new_checksum, shown
+from torchtune_cp.checkpointing.safetensors_format import (
+    DTYPE_NAMES,
+    header_bytes,
+    tensor_bytes,
 )
+from torchtune_cp.checkpointing.shard_table import StoredTensor, shard_table
 from torchtune_cp.errors import UserError
-
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_SHARDING_KEY = "DCP_SHARDING_INFO"
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -86,7 +66,7 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
             raise UserError(f"{name} is a {type(local).__name__}, which a checkpoint cannot hold")
-        if local.dtype not in _DTYPE_NAMES or local.is_meta or local.layout != torch.strided:
+        if local.dtype not in DTYPE_NAMES or local.is_meta or local.layout != torch.strided:
             raise UserError(
                 f"{name} is a {local.layout} tensor of {local.dtype} on {local.device}, which a "
                 "checkpoint cannot hold"
@@ -123,41 +103,24 @@ def _is_empty(item: WriteItem) -> bool:
     return 0 in item.tensor_data.size
 
 
-def _num_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None, item
-    return prod(_sizes(item)) * item.tensor_data.properties.dtype.itemsize
+def _file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def _header(items: Sequence[WriteItem]) -> bytes:
-    """The header of a file with these shards in this order (https://huggingface.co/docs/safetensors)."""
-    header: dict[str, Any] = {}
+    """The header of a file with these shards in this order."""
+    tensors = []
     sharding: dict[str, Any] = {}
-    first = 0
     for item in items:
         name, data = item.index.fqn, item.tensor_data
         assert data is not None, item
-        assert name not in header, f"two shards of {name} on one rank"
-        header[name] = {
-            "dtype": _DTYPE_NAMES[data.properties.dtype],
-            "shape": list(data.chunk.sizes),
-            "data_offsets": [first, first + _num_bytes(item)],
-        }
+        tensors.append((name, data.properties.dtype, data.chunk.sizes))
         sharding[name] = {"saved_offsets": list(data.chunk.offsets), "shape": list(data.size)}
-        first += _num_bytes(item)
-    header["__metadata__"] = {
-        "format": "pt",
+    metadata = {
         "DCP_VERSION": "1.0",
-        _SHARDING_KEY: json.dumps(sharding, separators=(",", ":")),
+        "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # keeps the tensors aligned, as the format asks
-    return struct.pack("<Q", len(text)) + text
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes; a copy only of one that is on a GPU or not contiguous."""
-    # numpy has no bfloat16: hand over the bytes.
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return header_bytes(tensors, metadata)
 
 
 def _write(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -171,6 +134,7 @@ class ShardWriter(StorageWriter):
     which not every exception survives, and ranks that wait for it would wait on.
 
     Attributes:
+        table: On the first rank, once all have planned: the table of all shards.
         record: This rank's file once it is on the disk; None if the rank had nothing to write.
         error: Why it is not.
     """
@@ -183,7 +147,8 @@ class ShardWriter(StorageWriter):
             rank: This rank; names its file.
         """
         self._folder = folder
-        self._name = f"rank_{rank:05d}.safetensors"
+        self._name = _file_name(rank)
+        self.table: dict[str, Any] = {}
         self.record: FileRecord | None = None
         self.error: Exception | None = None
 
@@ -198,7 +163,12 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are."""
+        """Keep where every shard will be; leave the plans as they are.
+
+        Args:
+            plans: By rank, replicas dealt out.
+        """
+        self.table = shard_table({_file_name(rank): plan.items for rank, plan in enumerate(plans)})
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -248,7 +218,7 @@ class ShardWriter(StorageWriter):
                     f"{tensor.dtype}, its placements say {list(_sizes(item))} and {_dtype(item)}"
                 )
             if tensor.numel():
-                yield _tensor_bytes(tensor.detach())
+                yield tensor_bytes(tensor)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Nothing to do: the checkpoint is completed when no rank has an error."""
@@ -264,136 +234,6 @@ def _dtype(item: WriteItem) -> torch.dtype:
     return item.tensor_data.properties.dtype
 
 
-@dataclass(frozen=True)
-class StoredChunk:
-    """A part of a tensor in a file: the file, the part's first index and its size by dimension."""
-
-    path: Path
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass
-class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: The whole tensor's shape.
-        dtype: Its type.
-        chunks: Its parts; they do not overlap and leave nothing out.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[StoredChunk] = field(default_factory=list)
-
-
-def _sharding_info(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    try:
-        info = json.loads((metadata or {})[_SHARDING_KEY])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise UserError(f"{path.name} does not say where its shards belong") from error
-    if not isinstance(info, dict):
-        raise UserError(f"{path.name} does not say where its shards belong")
-    return info
-
-
-def _places(value: object, dims: int) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or len(value) != dims:
-        return None
-    if not all(type(item) is int and 0 <= item < 2**62 for item in value):
-        return None
-    return tuple(value)
-
-
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype, StoredChunk]]:
-    """Name to (whole shape, type, chunk) of one file; reads its header only."""
-    found = {}
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            info = _sharding_info(path, file.metadata())
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                sizes, dtype = tuple(part.get_shape()), _DTYPES.get(part.get_dtype())
-                entry = info.get(name)
-                if dtype is None or not isinstance(entry, dict):
-                    raise UserError(f"{path.name} does not say what {shown(name)} is")
-                offsets = _places(entry.get("saved_offsets"), len(sizes))
-                shape = _places(entry.get("shape"), len(sizes))
-                if (
-                    offsets is None
-                    or shape is None
-                    or any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
-                ):
-                    raise UserError(f"{path.name} places {shown(name)} outside its tensor")
-                found[name] = (shape, dtype, StoredChunk(path, offsets, sizes))
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path.name} is no readable safetensors file ({shown(str(error))})"
-        ) from error
-    return found
-
-
-def _overlap(a: StoredChunk, b: StoredChunk) -> bool:
-    return all(
-        a_first < b_first + b_size and b_first < a_first + a_size
-        for a_first, a_size, b_first, b_size in zip(
-            a.offsets, a.sizes, b.offsets, b.sizes, strict=True
-        )
-    )
-
-
-def _check_whole(name: str, tensor: StoredTensor) -> None:
-    """Refuse chunks that overlap or leave a gap; drop empty ones where there are others."""
-    if 0 in tensor.shape:
-        del tensor.chunks[1:]
-        return
-    tensor.chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
-    if sum(prod(chunk.sizes) for chunk in tensor.chunks) != prod(tensor.shape):
-        raise UserError(f"the shards of {shown(name)} do not make up the whole tensor")
-    if not tensor.shape:
-        return
-    # Sweep along the dimension that is cut most: only chunks that share indices there can overlap.
-    dim = max(
-        range(len(tensor.shape)), key=lambda d: len({chunk.offsets[d] for chunk in tensor.chunks})
-    )
-    active: list[StoredChunk] = []
-    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets[dim]):
-        active = [a for a in active if a.offsets[dim] + a.sizes[dim] > chunk.offsets[dim]]
-        if any(_overlap(chunk, other) for other in active):
-            raise UserError(f"the shards of {shown(name)} overlap")
-        active.append(chunk)
-
-
-def read_stored_tensors(manifest: Manifest) -> dict[str, StoredTensor]:
-    """Find every tensor of a checkpoint and its parts; reads the headers of the listed files only.
-
-    Args:
-        manifest: The checkpoint's description.
-
-    Returns:
-        Name to tensor, in the order of the files.
-
-    Raises:
-        UserError: A file is missing, of another length or not readable, or its shards do not make
-            up whole tensors.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    try:
-        for file in manifest.files:
-            check_size(manifest.folder, file)
-            for name, (shape, dtype, chunk) in _read_header(manifest.folder / file.name).items():
-                tensor = tensors.setdefault(name, StoredTensor(shape, dtype))
-                if (tensor.shape, tensor.dtype) != (shape, dtype):
-                    raise UserError(f"{file.name} gives {shown(name)} another shape or type")
-                tensor.chunks.append(chunk)
-        for name, tensor in tensors.items():
-            _check_whole(name, tensor)
-    except UserError as error:
-        raise UserError(f"cannot use checkpoint {manifest.folder}: {error}") from error
-    return tensors
-
-
 class ShardReader(StorageReader):
     """Reads the slices that a plan asks for, each on its own.
 
@@ -405,12 +245,17 @@ class ShardReader(StorageReader):
         """Keep where everything is.
 
         Args:
-            tensors: What :func:`read_stored_tensors` found.
+            tensors: What :func:`torchtune_cp.checkpointing.shard_table.read_stored_tensors` found.
         """
         self.error: Exception | None = None
         self._tensors = tensors
         self._paths = {
             MetadataIndex(name, chunk.offsets): chunk.path
+            for name, tensor in tensors.items()
+            for chunk in tensor.chunks
+        }
+        self._sizes = {
+            (name, chunk.path): chunk.sizes
             for name, tensor in tensors.items()
             for chunk in tensor.chunks
         }
@@ -468,11 +313,24 @@ class ShardReader(StorageReader):
             if 0 not in item.lengths:
                 by_file.setdefault(self._paths[item.storage_index], []).append(item)
         for path, items in by_file.items():
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for item in items:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read_slice(file, item))
-                    planner.commit_tensor(item, target)
+            try:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    for item in items:
+                        self._check_shard(file, item.storage_index.fqn, path)
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(_read_slice(file, item))
+                        planner.commit_tensor(item, target)
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path.name} is no readable safetensors file ({shown(str(error))})"
+                ) from error
+
+    def _check_shard(self, file: Any, name: str, path: Path) -> None:
+        """Refuse a file with another shard than the table says: copying would stretch or cast it."""
+        part = file.get_slice(name)
+        expected = (self._sizes[name, path], DTYPE_NAMES[self._tensors[name].dtype])
+        if (tuple(part.get_shape()), part.get_dtype()) != expected:
+            raise UserError(f"{path.name} holds another shard of {shown(name)} than the table says")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

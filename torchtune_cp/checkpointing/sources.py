@@ -20,15 +20,11 @@ from torchtune_cp.checkpointing.folder import (
     read_headers,
     unread_weights,
 )
+from torchtune_cp.checkpointing.safetensors_format import DTYPE_NAMES, WEIGHT_DTYPES
 from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import UserError
 
-_FLOAT_DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
+_FLOAT_DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in WEIGHT_DTYPES}
 _MAX_LISTED = 8
 #: Copies of the embedding that a folder may hold where the model has none of its own, and of what.
 _TIED_TO = {

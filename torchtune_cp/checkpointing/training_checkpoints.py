@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
-from torchtune_cp.checkpointing.earlier_runs import note_earlier, set_aside
 from torchtune_cp.checkpointing.manifest import is_misnamed
 from torchtune_cp.checkpointing.plain_json import to_plain
+from torchtune_cp.checkpointing.rank_sync import RankSync, RemoteError
 from torchtune_cp.checkpointing.resume_point import (
     ResumePoint,
     find_resume_point,
     not_continued,
 )
+from torchtune_cp.checkpointing.stale_checkpoints import note_stale, set_aside
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import (
     list_checkpoints,
@@ -78,7 +78,7 @@ class TrainingCheckpoints:
         self._keep_last_n = keep_last_n
         self._keep_best = keep_best
         self._raises = on_save_error == "raise"
-        self._agreement = Agreement()
+        self._rank_sync = RankSync()
         self._stager: DefaultStager | None = None
         self._executor: ThreadPoolExecutor | None = None
         if asynchronous:
@@ -115,18 +115,18 @@ class TrainingCheckpoints:
             UserError: On every rank: there is nothing at the given path, or nothing that is whole.
         """
         problem: str | None = None
-        if self._agreement.rank == 0:
+        if self._rank_sync.rank == 0:
             try:
                 remove_leftovers(self.folder)
             except OSError as error:
                 problem = f"output_dir: cannot clear {self.folder}: {error}"
         self._raise_first(problem)
-        found = find_resume_point(resume_from_checkpoint, self.folder, self._agreement)
-        if self._agreement.rank == 0:
+        found = find_resume_point(resume_from_checkpoint, self.folder, self._rank_sync)
+        if self._rank_sync.rank == 0:
             try:
                 self._others = not_continued(self.folder, found, restarted=restart_count() > 0)
                 if self.folder.is_dir():
-                    note_earlier(self.folder, self._others)
+                    note_stale(self.folder, self._others)
             except OSError as error:
                 problem = f"output_dir: cannot write in {self.folder}: {error}"
         self._raise_first(problem)
@@ -144,7 +144,7 @@ class TrainingCheckpoints:
         Raises:
             UserError: Names, shapes or types are not those of the checkpoint.
         """
-        load_tensors(found.path, tensors, self._agreement)
+        load_tensors(found.path, tensors, self._rank_sync)
 
     def save(
         self,
@@ -225,21 +225,21 @@ class TrainingCheckpoints:
             self._executor.shutdown()
         if self._stager is not None:
             self._stager.close()
-        self._agreement.close()
+        self._rank_sync.close()
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], record: Mapping[str, Any], started: float
     ) -> None:
         self._set_others_aside(self.folder / f"step_{step}")
-        path = write_checkpoint(self.folder, step, tensors, record, self._agreement)
+        path = write_checkpoint(self.folder, step, tensors, record, self._rank_sync)
         self.newest = path
         _LOG.info("saved %s in %.1f s", path, time.monotonic() - started)
-        if self._agreement.rank == 0:
+        if self._rank_sync.rank == 0:
             self._prune()
 
     def _set_others_aside(self, next_one: Path) -> None:
         error: OSError | None = None
-        if self._agreement.rank == 0 and next_one.exists() and is_misnamed(next_one):
+        if self._rank_sync.rank == 0 and next_one.exists() and is_misnamed(next_one):
             self._others.append(next_one)  # renamed while the run went on: it must not be replaced
         if self._others:  # rank 0 only
             try:
@@ -247,7 +247,7 @@ class TrainingCheckpoints:
                 self._others = []
             except OSError as caught:
                 error = caught
-        self._agreement.raise_together(error)
+        self._rank_sync.raise_together(error)
 
     def _prune(self) -> None:
         """Delete the checkpoints that are not to be kept; the newest one is complete by now."""
@@ -271,11 +271,11 @@ class TrainingCheckpoints:
         if self._raises:
             raise UserError(f"{what}; on_save_error=continue would go on without it") from error
         # A failure on one rank is one on all, and rank 0 knows its cause: it is said once.
-        level = logging.ERROR if self._agreement.rank == 0 else logging.DEBUG
+        level = logging.ERROR if self._rank_sync.rank == 0 else logging.DEBUG
         _LOG.log(level, "%s; going on without it (on_save_error=continue)", what)
 
     def _raise_first(self, problem: str | None) -> None:
-        for note in self._agreement.gather(problem):
+        for note in self._rank_sync.gather(problem):
             if note is not None:
                 raise UserError(note)
 

@@ -5,8 +5,8 @@ A checkpoint is ``PARENT/step_N``: safetensors files with the shards of all rank
 every file synced, and renamed once by rank 0 when all ranks have written. Planning, the choice
 among replicas and resharding are torch.distributed.checkpoint's; no file is ever a pickle.
 
-All communication goes through the given :class:`~torchtune_cp.checkpointing.agreement.Agreement`,
-so a checkpoint can be written by a background thread with an agreement of its own while the
+All communication goes through the given :class:`~torchtune_cp.checkpointing.rank_sync.RankSync`,
+so a checkpoint can be written by a background thread with a RankSync of its own while the
 training communicates.
 """
 
@@ -20,18 +20,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtune_cp.checkpointing.agreement import Agreement, RemoteError
-from torchtune_cp.checkpointing.durable import (
-    REPLACED_SUFFIX,
-    TEMPORARY_SUFFIX,
-    delete_hidden,
-    hidden_name,
-    make_folders,
-    remove_folder,
-    rename_into_place,
-    sync,
-    write_text,
-)
 from torchtune_cp.checkpointing.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -42,15 +30,26 @@ from torchtune_cp.checkpointing.manifest import (
     manifest_text,
     read_manifest,
 )
+from torchtune_cp.checkpointing.rank_sync import RankSync, RemoteError
 from torchtune_cp.checkpointing.shard_files import (
     ShardReader,
     ShardSavePlanner,
     ShardWriter,
-    StoredTensor,
     check_savable,
-    read_stored_tensors,
 )
+from torchtune_cp.checkpointing.shard_table import StoredTensor, read_stored_tensors
 from torchtune_cp.config.secrets import is_private
+from torchtune_cp.durable import (
+    REPLACED_SUFFIX,
+    TEMPORARY_SUFFIX,
+    delete_hidden,
+    hidden_name,
+    make_folders,
+    remove_folder,
+    rename_into_place,
+    sync,
+    write_text,
+)
 from torchtune_cp.errors import UserError
 
 __all__ = [
@@ -80,7 +79,7 @@ def write_checkpoint(
     step: int,
     tensors: Mapping[str, torch.Tensor],
     manifest: Mapping[str, Any],
-    agreement: Agreement,
+    rank_sync: RankSync,
 ) -> Path:
     """Write ``parent/step_N``; every rank has to call this.
 
@@ -94,7 +93,7 @@ def write_checkpoint(
             plain tensor any rank its own: it has to be equal on all ranks that name it. Names may
             differ from rank to rank.
         manifest: Plain JSON values to keep, read on rank 0.
-        agreement: The meeting point of the ranks; nobody else may use it at the same time.
+        rank_sync: Where the ranks wait for each other; nobody else may use it at the same time.
 
     Returns:
         The checkpoint's folder.
@@ -106,57 +105,62 @@ def write_checkpoint(
         UserError: A tensor is of a kind that cannot be saved.
     """
     final = parent / f"step_{step}"
-    temporary = parent / agreement.gather(hidden_name(final, TEMPORARY_SUFFIX).name)[0]
+    temporary = parent / rank_sync.gather(hidden_name(final, TEMPORARY_SUFFIX).name)[0]
     error: Exception | None = None
     try:
         check_savable(tensors)
-        if agreement.rank == 0:
+        if rank_sync.rank == 0:
             check_plain(manifest)
             make_folders(parent)
             temporary.mkdir()
     except Exception as caught:  # noqa: BLE001 - made known to all ranks, then raised
         error = caught
     try:
-        agreement.raise_together(error)
-        _require_shared(temporary, agreement)
-        writer = ShardWriter(temporary, agreement.rank)
-        with torch.no_grad(), _as_own_errors(agreement.rank), _quiet_alone():
+        rank_sync.raise_together(error)
+        _require_shared(temporary, rank_sync)
+        writer = ShardWriter(temporary, rank_sync.rank)
+        with torch.no_grad(), _as_own_errors(rank_sync.rank), _quiet_alone():
             dcp.save(
                 dict(tensors),
                 storage_writer=writer,
                 planner=ShardSavePlanner(),
-                process_group=agreement.group,
-                no_dist=agreement.group is None,
+                process_group=rank_sync.group,
+                no_dist=rank_sync.group is None,
             )
-        agreement.raise_together(writer.error)
-        files = [record for record in agreement.gather(writer.record) if record is not None]
+        rank_sync.raise_together(writer.error)
+        files = [record for record in rank_sync.gather(writer.record) if record is not None]
         error = None
-        if agreement.rank == 0:
+        if rank_sync.rank == 0:
             try:
-                _complete(temporary, final, step, manifest, files)
+                _complete(temporary, final, step, manifest, files, writer.table)
             except Exception as caught:  # noqa: BLE001 - made known to all ranks, then raised
                 error = caught
-        agreement.raise_together(error)
+        rank_sync.raise_together(error)
     except BaseException:
         # All ranks are out of the folder: they have met after writing.
-        if agreement.rank == 0:
+        if rank_sync.rank == 0:
             delete_hidden(temporary)
         raise
     return final
 
 
-def _require_shared(temporary: Path, agreement: Agreement) -> None:
+def _require_shared(temporary: Path, rank_sync: RankSync) -> None:
     error = None
     if not temporary.is_dir():
         error = FileNotFoundError(
             f"{temporary.parent} is not shared with rank 0: a training checkpoint needs a file "
             "system that all nodes see"
         )
-    agreement.raise_together(error)
+    rank_sync.raise_together(error)
 
 
 def _complete(
-    temporary: Path, final: Path, step: int, state: Mapping[str, Any], files: list[FileRecord]
+    temporary: Path,
+    final: Path,
+    step: int,
+    state: Mapping[str, Any],
+    files: list[FileRecord],
+    table: Mapping[str, Any],
 ) -> None:
     """Check that everything is there, describe it and make it visible."""
     for file in files:
@@ -164,10 +168,13 @@ def _complete(
             check_size(temporary, file)
         except UserError as error:
             raise OSError(f"{temporary}: {error}") from error
-    text = manifest_text(step, files, state)
+    text = manifest_text(step, files, table, state)
     write_text(temporary / MANIFEST_NAME, text, mode=0o600 if is_private(text) else 0o666)
     sync(temporary)
-    rename_into_place(temporary, final)
+    replaced = hidden_name(final, REPLACED_SUFFIX)
+    rename_into_place(temporary, final, replaced)
+    if replaced.exists():
+        remove_folder(replaced, final)
 
 
 @contextmanager
@@ -192,7 +199,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return name, shape and type of every tensor of a checkpoint; reads headers only.
+    """Return name, shape and type of every tensor of a checkpoint; opens ``checkpoint.json`` only.
 
     Args:
         folder: The checkpoint.
@@ -206,7 +213,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def load_tensors(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
-    agreement: Agreement,
+    rank_sync: RankSync,
     *,
     optional_prefixes: tuple[str, ...] = ("rng.",),
 ) -> None:
@@ -219,7 +226,7 @@ def load_tensors(
         folder: The checkpoint.
         tensors: Name to tensor or DTensor, on any device. Their content is undefined after an
             error that occurs while the bytes are read.
-        agreement: The meeting point of the ranks.
+        rank_sync: Where the ranks wait for each other.
         optional_prefixes: Stored tensors whose names begin so may go unread.
 
     Raises:
@@ -233,7 +240,7 @@ def load_tensors(
         _check_match(folder, tensors, stored)
     except UserError as error:
         problem = str(error)
-    notes = agreement.gather((problem, sorted(tensors)))
+    notes = rank_sync.gather((problem, sorted(tensors)))
     _raise_first(note[0] for note in notes)
     wanted = {name for _, names in notes for name in names}
     unread = [
@@ -245,16 +252,16 @@ def load_tensors(
             f"{_some(unread)}"
         )
     reader = ShardReader(stored)
-    with torch.no_grad(), _as_own_errors(agreement.rank), _quiet_alone():
+    with torch.no_grad(), _as_own_errors(rank_sync.rank), _quiet_alone():
         dcp.load(
             dict(tensors),
             storage_reader=reader,
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=agreement.group,
-            no_dist=agreement.group is None,
+            process_group=rank_sync.group,
+            no_dist=rank_sync.group is None,
         )
     problem = None if reader.error is None else f"cannot use checkpoint {folder}: {reader.error}"
-    _raise_first(agreement.gather(problem))
+    _raise_first(rank_sync.gather(problem))
 
 
 def _some(names: list[str]) -> str:
@@ -287,14 +294,14 @@ def _raise_first(problems: Iterable[str | None]) -> None:
             raise UserError(problem)
 
 
-def verify_checkpoint(folder: Path, agreement: Agreement | None = None) -> Manifest:
+def verify_checkpoint(folder: Path, rank_sync: RankSync | None = None) -> Manifest:
     """Check that a checkpoint is whole: every file there, as long as written and with its checksum.
 
-    With an agreement every rank has to call this; each reads a part of the files.
+    With a RankSync every rank has to call this; each reads a part of the files.
 
     Args:
         folder: The checkpoint.
-        agreement: The meeting point of the ranks, or None to read everything here.
+        rank_sync: Where the ranks wait for each other, or None to read everything here.
 
     Returns:
         What ``checkpoint.json`` says.
@@ -302,7 +309,7 @@ def verify_checkpoint(folder: Path, agreement: Agreement | None = None) -> Manif
     Raises:
         UserError: With the same message on every rank: what is wrong, in one line.
     """
-    rank, world_size = (agreement.rank, agreement.world_size) if agreement else (0, 1)
+    rank, world_size = (rank_sync.rank, rank_sync.world_size) if rank_sync else (0, 1)
     manifest: Manifest | None = None
     problem: str | None = None
     try:
@@ -310,7 +317,7 @@ def verify_checkpoint(folder: Path, agreement: Agreement | None = None) -> Manif
     except UserError as error:
         problem = str(error)
     note = (problem, manifest.checksum if manifest else None)
-    notes = agreement.gather(note) if agreement else [note]
+    notes = rank_sync.gather(note) if rank_sync else [note]
     _raise_first(note[0] for note in notes)
     assert manifest is not None  # this rank has no problem either
     if len({checksum for _, checksum in notes}) > 1:
@@ -321,7 +328,7 @@ def verify_checkpoint(folder: Path, agreement: Agreement | None = None) -> Manif
             check_file(folder, file)
         except UserError as error:
             found.append(str(error))
-    lists = agreement.gather(found) if agreement else [found]
+    lists = rank_sync.gather(found) if rank_sync else [found]
     problems = sorted(problem for problems in lists for problem in problems)
     if problems:
         raise UserError(f"cannot use checkpoint {folder}: {'; '.join(problems[:_MAX_LISTED])}")

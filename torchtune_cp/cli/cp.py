@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.locate import config_names, recipe_names, shipped_config, shipped_recipe
 from torchtune_cp.config.path_checks import expand_home
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 _EXAMPLES = """\

@@ -13,15 +13,15 @@ from torchtune_cp import __version__
 from torchtune_cp.cli import cat, cp, download, ls, plan, run, validate
 from torchtune_cp.cli.parser import OneLineParser
 from torchtune_cp.config import allow
-from torchtune_cp.config.entry_point import (
+from torchtune_cp.config.entry_point import one_line
+from torchtune_cp.config.secrets import mask_text
+from torchtune_cp.errors import ConfigError
+from torchtune_cp.launch.process import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    one_line,
     wants_traceback,
 )
-from torchtune_cp.config.secrets import mask_text
-from torchtune_cp.errors import ConfigError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

@@ -15,8 +15,8 @@ from torchtune_cp.cli.parser import Subparsers
 from torchtune_cp.config.load import load
 from torchtune_cp.config.schema import FullFinetuneConfig, component_problems, to_typed
 from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.planner.cluster import Cluster
 from torchtune_cp.planner.devices import GIB, device_named
-from torchtune_cp.planner.world import World
 
 _DESCRIPTION = """\
 Runs the recipe's own optimizer step on tensors without memory, as one rank of any mesh sees it, and
@@ -90,13 +90,13 @@ class Request:
 
     Attributes:
         cfg: The config with its overrides.
-        world: Where it would run.
+        cluster: Where it would run.
         seq_len: Tokens of a sequence.
         source: Where that number stands.
     """
 
     cfg: FullFinetuneConfig
-    world: World
+    cluster: Cluster
     seq_len: int
     source: str
 
@@ -126,14 +126,14 @@ def request(args: argparse.Namespace) -> Request:
     device = device_named(args.device or ("cpu" if cfg.device == "cpu" else "h100-80g"))
     if args.host_memory is not None and not args.host_memory > 0:
         raise ConfigError(f"--host-memory: must be above 0 GiB, got {args.host_memory:g}")
-    world = World(
+    cluster = Cluster(
         size=size,
         per_node=per_node or min(size, device.per_node),
         device=device,
         host_memory=math.inf if args.host_memory is None else args.host_memory * GIB,
     )
     seq_len, source = _sequence(args, cfg)
-    return Request(cfg, world, seq_len, source)
+    return Request(cfg, cluster, seq_len, source)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -141,23 +141,23 @@ def _run(args: argparse.Namespace) -> None:
     from torchtune_cp.planner.report import as_dict, as_table
 
     asked = request(args)
-    cfg, world, seq_len, source = asked.cfg, asked.world, asked.seq_len, asked.source
+    cfg, cluster, seq_len, source = asked.cfg, asked.cluster, asked.seq_len, asked.source
     if args.suggest:
-        _suggest(cfg, world, seq_len, source, as_json=args.json)
+        _suggest(cfg, cluster, seq_len, source, as_json=args.json)
         return
     if args.max_seq_len:
         from torchtune_cp.planner.search import longest
 
-        degrees = mesh_degrees(cfg, world.size)
+        degrees = mesh_degrees(cfg, cluster.size)
         plan = longest(
-            lambda length: make_plan(cfg, world, length, exact=args.exact),
+            lambda length: make_plan(cfg, cluster, length, exact=args.exact),
             divisor(degrees),
             start=max(8192 * degrees["cp"], 1),
-            say=_say,
+            notify=_notify,
         )
         source = "the longest that fits"
     else:
-        plan = make_plan(cfg, world, seq_len, exact=args.exact)
+        plan = make_plan(cfg, cluster, seq_len, exact=args.exact)
     if args.plot is not None:
         from torchtune_cp.planner.plot import draw
 
@@ -165,7 +165,7 @@ def _run(args: argparse.Namespace) -> None:
     print(json.dumps(as_dict(plan, source), indent=2) if args.json else as_table(plan, source))
 
 
-def _say(line: str) -> None:
+def _notify(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -223,17 +223,17 @@ def _model_sizes(cfg: FullFinetuneConfig) -> Mapping[str, Any]:
 
 
 def _suggest(
-    cfg: FullFinetuneConfig, world: World, seq_len: int, source: str, *, as_json: bool
+    cfg: FullFinetuneConfig, cluster: Cluster, seq_len: int, source: str, *, as_json: bool
 ) -> None:
     from torchtune_cp.planner.report import as_dict
     from torchtune_cp.planner.suggest import as_table, described, suggest
 
     sizes = _model_sizes(cfg)
     cut = {n: sizes[n] for n in ("num_heads", "num_kv_heads", "intermediate_dim", "vocab_size")}
-    found = suggest(cfg, world, seq_len, cut, say=_say)
+    found = suggest(cfg, cluster, seq_len, cut, notify=_notify)
     if not found:
         raise UserError(
-            f"{seq_len} tokens ({source}) fit on no mesh of {world.size} x {world.device.name}"
+            f"{seq_len} tokens ({source}) fit on no mesh of {cluster.size} x {cluster.device.name}"
         )
     if as_json:
         print(
@@ -243,6 +243,6 @@ def _suggest(
             )
         )
         return
-    print(f"{world.size} x {world.device.name}, sequences of {seq_len:,} tokens ({source})")
+    print(f"{cluster.size} x {cluster.device.name}, sequences of {seq_len:,} tokens ({source})")
     print(as_table(found))
     print(f"Best: {described(found[0].overrides)}")

@@ -11,6 +11,12 @@ from torchtune_cp.config.entry_point import one_line, trust_recipe_folder
 from torchtune_cp.config.locate import recipes_dir
 from torchtune_cp.errors import ConfigError
 
+#: What the configs of the shipped recipes are; a test holds it against the recipes.
+SHIPPED_CONFIG_CLASSES: dict[str, type[schema.FullFinetuneConfig]] = {
+    "full_finetune_distributed": schema.FullFinetuneConfig,
+    "esm2_mlm_distributed": schema.MaskedLMConfig,
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -30,10 +36,11 @@ class Recipe:
             sys.path.append(str(self.path.parent))
 
     def config_class(self) -> type[schema.FullFinetuneConfig] | None:
-        """Return the config class that ``@config.parse(schema=...)`` names in the recipe's source.
+        """Return the config class of a shipped recipe, or of one of the user's own.
 
-        The source is read, not run: a recipe may import anything. Only for a class of the user's own
-        is it imported, as they are about to run it, and only where importing it does not start it.
+        Of the latter ``@config.parse(schema=...)`` in its source says it. The source is read, not run: a
+        recipe may import anything. Only for a class of the user's own is it imported, as they are about to
+        run it, and only where importing it does not start it.
 
         Returns:
             None for a raw config, and for a class that is no :class:`FullFinetuneConfig`: then only
@@ -42,6 +49,8 @@ class Recipe:
         Raises:
             ConfigError: The file is no Python file, or cannot be imported for its class.
         """
+        if self.is_shipped and self.path.stem in SHIPPED_CONFIG_CLASSES:
+            return SHIPPED_CONFIG_CLASSES[self.path.stem]
         try:
             tree = ast.parse(self.path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError) as error:
@@ -54,7 +63,7 @@ class Recipe:
                 found = getattr(schema, name, None) if name else None
                 if isinstance(found, type):
                     return found
-                if name is not None and not self.is_shipped and not _calls(tree, node.name):
+                if name is not None and not _calls(tree, node.name):
                     return self._own_class(name)
         return None
 

@@ -10,17 +10,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.cli.before_start import look_over
-from torchtune_cp.cli.launcher import RunFailed, RunSettings, launch, world_size_of
 from torchtune_cp.cli.parser import OneLineParser, Subparsers
 from torchtune_cp.cli.recipe import Recipe
-from torchtune_cp.cli.rendezvous_options import add_options, settle_rendezvous
 from torchtune_cp.config import schema
-from torchtune_cp.config.entry_point import TRACEBACK_VARIABLE, wants_traceback
+from torchtune_cp.config.allow import user_prefixes
 from torchtune_cp.config.load import load, split_argv
 from torchtune_cp.config.locate import find_config, find_recipe
 from torchtune_cp.config.output_dir import CHECKPOINTS_NAME, check_output
 from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.errors import ConfigError
+from torchtune_cp.launch.launcher import RunFailed, RunSettings, launch, world_size_of
+from torchtune_cp.launch.process import TRACEBACK_VARIABLE, wants_traceback
+from torchtune_cp.launch.rendezvous_options import add_options, settle_rendezvous
 
 __all__ = ["RunFailed", "add_parser", "run_command"]
 
@@ -95,7 +96,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
     recipe = _locate_recipe(args)
     world_size = world_size_of(args)
     settle_rendezvous(args)
-    settings = RunSettings()
+    settings = RunSettings(with_current_folder=bool(user_prefixes()))
     if source is not None:
         config_path = find_config(source)
         _refuse_torchrun_options(overrides, parser)
@@ -131,16 +132,17 @@ def _settings(cfg: DictConfig) -> RunSettings:
             value("collective_timeout_s", schema.FullFinetuneConfig.collective_timeout_s)
         ),
         restart_point=point,
+        with_current_folder=bool(user_prefixes()),
     )
 
 
 def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
-    from torchtune_cp.checkpointing.earlier_runs import noted_earlier
     from torchtune_cp.checkpointing.manifest import is_misnamed
+    from torchtune_cp.checkpointing.stale_checkpoints import noted_stale
     from torchtune_cp.checkpointing.training_state_store import list_checkpoints
 
     folder = expand_home(output_dir) / CHECKPOINTS_NAME
-    others = noted_earlier(folder)
+    others = noted_stale(folder)
     own = [
         checkpoint
         for checkpoint in list_checkpoints(folder)

@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 
 ALLOW_VARIABLE = "TUNE_ALLOW_COMPONENTS"
 

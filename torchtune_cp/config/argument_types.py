@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtune_cp.config.overrides import COMPONENT
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 
 #: How messages call the types of a config's values.
 SAID: dict[Any, str] = {

@@ -12,7 +12,7 @@ from torchtune_cp.config import allow, torchtune_names
 from torchtune_cp.config.argument_types import parameters_of, type_problems
 from torchtune_cp.config.lookup import get_component
 from torchtune_cp.config.overrides import COMPONENT
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 # Arguments that make a library run code which came with a download.

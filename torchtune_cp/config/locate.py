@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from torchtune_cp.config.path_checks import expand_home
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 #: The recipes that torchtune has.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_cp.config import allow, torchtune_names
 from torchtune_cp.config.overrides import COMPONENT
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 

@@ -23,8 +23,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtune_cp.config.run_folder import is_running
 from torchtune_cp.errors import ConfigError
+from torchtune_cp.launch.run_folder import is_running
 
 LOCK_NAME = ".run.lock"
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.plain_yaml import LOADER_FAILURES, look_through
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")

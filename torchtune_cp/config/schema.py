@@ -21,7 +21,7 @@ from torchtune_cp.config.environment import Origin, Path, from_environment, hide
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
 from torchtune_cp.config.secrets import forget, mask_secrets, secret_variables
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 
 

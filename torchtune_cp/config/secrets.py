@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config import environment
 from torchtune_cp.config.environment import MASK, Origin, from_environment
+from torchtune_cp.durable import write_text
 
 # By the end of the key. A tokenizer's special tokens and counts of tokens are no secrets.
 _KEY = re.compile(
@@ -153,16 +154,13 @@ def write_private(path: Path, text: str) -> None:
     """Write a text file that holds a config; with mode 0600 where :func:`is_private` says so.
 
     Args:
-        path: Overwritten if it exists.
+        path: An earlier file is replaced.
         text: Written as UTF-8.
 
     Raises:
         OSError: It cannot be written.
     """
-    if is_private(text):
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text, mode=0o600 if is_private(text) else 0o666)
 
 
 def _secret_values(config: Any, under_secret: bool = False) -> Iterator[str]:

@@ -6,7 +6,7 @@ name is refused with what to use instead. torchtune itself is never imported.
 
 import re
 
-from torchtune_cp.config.suggest import nearest
+from torchtune_cp.did_you_mean import nearest
 from torchtune_cp.errors import ConfigError
 
 # Names that are called the same in both projects: torchtune module -> (our module, names).

@@ -23,7 +23,7 @@ from torchtune_cp.data.messages import (
 )
 from torchtune_cp.data.mlm import MLMMasking, mlm_masking
 from torchtune_cp.data.mlm_collate import MaskedLMCollator
-from torchtune_cp.data.place import ResumableLoader
+from torchtune_cp.data.resumable_loader import ResumableLoader
 from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.token_budget import TokenBudgetDataset
 from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer

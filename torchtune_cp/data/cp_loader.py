@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtune_cp.data.collate import collate
 from torchtune_cp.data.cut import cut_batch
 from torchtune_cp.data.loader import CollateFn, MapDataset, TokenDataLoader
-from torchtune_cp.data.place import ResumableLoader
+from torchtune_cp.data.resumable_loader import ResumableLoader
 from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.slice_channel import (
     BATCH,

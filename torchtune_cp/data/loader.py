@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtune_cp.data.place import ResumableLoader
+from torchtune_cp.data.resumable_loader import ResumableLoader
 from torchtune_cp.data.sampler import FILLER, GlobalBatchSampler
 from torchtune_cp.errors import UserError
 

@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from torchtune_cp.durable import whole_file
 from torchtune_cp.errors import UserError
 
 #: Names that `datasets` takes for no pattern, fragment or chain of addresses.
@@ -50,7 +51,6 @@ def unpacked(path: Path) -> Path:
         return path
     from importlib import import_module
     from shutil import copyfileobj
-    from tempfile import NamedTemporaryFile
 
     import datasets
 
@@ -60,12 +60,10 @@ def unpacked(path: Path) -> Path:
     target = folder / hashlib.sha256(name.encode()).hexdigest()
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder, delete=False) as copy:
+        with whole_file(target) as copy:
             try:
                 with import_module(module).open(path, "rb") as packed:
                     copyfileobj(packed, copy, 1 << 20)
             except Exception as error:  # of three libraries, for a damaged file
-                Path(copy.name).unlink()
                 raise UserError(f"cannot unpack {path}: {error}") from error
-        Path(copy.name).replace(target)
     return target

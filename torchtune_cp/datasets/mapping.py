@@ -21,6 +21,7 @@ from torchtune_cp.datasets.source import Rows, quiet
 from torchtune_cp.datasets.token_table import SCHEMA, Outcome, Transform, outcome_at, table_of
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.errors import UserError
+from torchtune_cp.launch.process import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,8 @@ def map_rows(
 
 def processes_for(rows: int, nbytes: int, num_proc: int | None) -> int:
     """How many processes are worth their start, at most `num_proc`, or one a core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     worth = max(rows // _ROWS_A_PROCESS, nbytes // _BYTES_A_PROCESS)
-    return max(1, min(cores or 1 if num_proc is None else num_proc, worth, rows))
+    return max(1, min(usable_cores() if num_proc is None else num_proc, worth, rows))
 
 
 @contextmanager

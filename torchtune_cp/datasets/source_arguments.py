@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtune_cp.config.path_checks import expand_home
-from torchtune_cp.config.suggest import did_you_mean
 from torchtune_cp.data.messages import MaskingStrategy
 from torchtune_cp.data.packing import STRATEGIES
 from torchtune_cp.data.turns import CONVERSATION_STYLES
 from torchtune_cp.datasets.sft import BAD_ROW_POLICIES, OVERLONG_POLICIES
 from torchtune_cp.datasets.source import LOCAL_SOURCES, local_files
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import NotFoundHereError, UserError
 
 #: What most configs hand on: looking these up would import the library, which takes a second.

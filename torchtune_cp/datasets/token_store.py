@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +35,12 @@ from torchtune_cp.datasets.token_table import (
     map_files,
     outcome_at,
     table_of,
+)
+from torchtune_cp.durable import (
+    REPLACED_SUFFIX,
+    TEMPORARY_SUFFIX,
+    hidden_name,
+    rename_into_place,
 )
 from torchtune_cp.errors import UserError
 
@@ -155,7 +160,7 @@ def stored_tokens(job: Job, begin: int, end: int) -> TokenTable:
         return _in_memory(job, begin, end)
     try:
         store = _from_cache(target, damaged_is_removed=True)
-        for left in root.glob(f"{key}.*.scratch"):  # by a process that was killed
+        for left in root.glob(f".{key}.*{TEMPORARY_SUFFIX}"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         if store is None:
             _make(job, begin, end, target)
@@ -198,7 +203,8 @@ def _make(job: Job, begin: int, end: int, target: Path) -> None:
         tried = _outcomes(job, begin, min(begin + _TRIED_FIRST, end))
         for place, outcome in enumerate(tried, begin):
             job.refuse(place, outcome)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".scratch", dir=target.parent))
+    scratch = hidden_name(target, TEMPORARY_SUFFIX)
+    scratch.mkdir()
     try:
         map_rows(
             job.rows,
@@ -216,8 +222,7 @@ def _make(job: Job, begin: int, end: int, target: Path) -> None:
             "files": {f.name: [f.stat().st_size, _checksum(f)] for f in sorted(scratch.iterdir())},
         }
         (scratch / _META).write_text(json.dumps(meta), encoding="utf-8")
-        scratch.chmod(0o755)  # a temporary folder is its owner's alone
-        scratch.replace(target)
+        rename_into_place(scratch, target, hidden_name(target, REPLACED_SUFFIX))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

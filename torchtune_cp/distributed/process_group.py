@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchtune_cp.config.loopback import loopback_variables
 from torchtune_cp.distributed.context_parallel.torch_private import set_default_group_timeout
 from torchtune_cp.errors import UserError
+from torchtune_cp.launch.loopback import loopback_variables
 
 #: Set by torchrun: how often it has started the processes again after a failure.
 RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torchtune_cp.config import resolved_dict
 from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.config.secrets import mask_secrets
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import NotFoundHereError, UserError
 
 log = logging.getLogger(__name__)

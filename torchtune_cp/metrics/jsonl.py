@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtune_cp.config.output_dir import METRICS_NAME
 from torchtune_cp.config.path_checks import expand_home
+from torchtune_cp.durable import first_free, whole_file
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.interface import Scalar, to_number
 from torchtune_cp.metrics.metrics_lines import copy_lines, read_metrics
@@ -34,9 +35,7 @@ def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
     path = expand_home(output_dir) / METRICS_NAME
     if not os.path.lexists(path) or (path.is_file() and path.stat().st_size == 0):
         return None
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"metrics.{why}_{number}.jsonl")):
-        number += 1
+    aside = first_free(lambda number: path.with_name(f"metrics.{why}_{number}.jsonl"))
     path.rename(aside)
     return aside
 
@@ -60,22 +59,18 @@ class MetricsFile:
             UserError: The file cannot be written.
         """
         self.path = expand_home(output_dir) / METRICS_NAME
-        fresh = self.path.with_name(METRICS_NAME + ".tmp")
         damage = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A crash here must not lose the lines to keep.
-            fresh.unlink(missing_ok=True)
-            with fresh.open("xb") as file:
+            with whole_file(self.path) as file:
                 if resume_step is not None and os.path.lexists(self.path):
                     damage = copy_lines(self.path, file, resume_step)
-                file.flush()
-                os.fsync(file.fileno())
-            if damage is not None:
-                aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
-                kept = f"; the file as it was is now {aside.name}" if aside else ""
-                _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
-            os.replace(fresh, self.path)
+                    file.flush()  # a full disk shows here, before anything is moved
+                if damage is not None:
+                    aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
+                    kept = f"; the file as it was is now {aside.name}" if aside else ""
+                    _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"output_dir: cannot write {self.path}: {error}") from error

@@ -2,11 +2,11 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from torchtune_cp.config.output_dir import NOTES_NAME
 from torchtune_cp.config.path_checks import expand_home
+from torchtune_cp.durable import write_text
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import METRICS_NAME, read_metrics
 
@@ -61,10 +61,8 @@ class RunNotes:
             UserError: The file cannot be written.
         """
         self._notes[name] = note
-        unfinished = self._path.with_name(f".{NOTES_NAME}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(self._notes) + "\n", encoding="utf-8")
-            os.replace(unfinished, self._path)
+            write_text(self._path, json.dumps(self._notes) + "\n")
         except OSError as error:
             raise UserError(f"output_dir: cannot write {self._path}: {error}") from error

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune_cp.config import FullFinetuneConfig
+from torchtune_cp.planner.cluster import Cluster
 from torchtune_cp.planner.devices import GIB, Device
 from torchtune_cp.planner.estimate import Conditions, StepTime, step_time
 from torchtune_cp.planner.methods import packs_documents
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Moment, Profile
-from torchtune_cp.planner.world import World
 
 #: What stands on every plan for a GPU.
 UNCALIBRATED = (
@@ -33,7 +33,7 @@ class Plan:
 
     Attributes:
         cfg: The config.
-        world: Where it would run.
+        cluster: Where it would run.
         degrees: Ranks along each mesh dimension: dp_replicate, dp_shard, cp, tp.
         seq_len: Tokens of a sequence.
         ranks: The planned ranks' profiles.
@@ -45,7 +45,7 @@ class Plan:
     """
 
     cfg: FullFinetuneConfig
-    world: World
+    cluster: Cluster
     degrees: dict[str, int]
     seq_len: int
     ranks: dict[int, Profile]
@@ -78,12 +78,14 @@ class Plan:
     @property
     def host_node(self) -> int:
         """Bytes of host memory that a node must have."""
-        return self.world.on_a_node * (self.host_tensors + sum(self.host_beside.values()))
+        return self.cluster.on_a_node * (self.host_tensors + sum(self.host_beside.values()))
 
     @property
     def load(self) -> float:
         """Share of the device's or of the node's memory that is needed, whichever is larger."""
-        return max(self.needed / self.world.device.memory, self.host_node / self.world.host_memory)
+        return max(
+            self.needed / self.cluster.device.memory, self.host_node / self.cluster.host_memory
+        )
 
     @property
     def fits(self) -> bool:
@@ -99,7 +101,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of one rank."""
-        return self.tokens / self.world.size / self.time.total if self.time.total else 0.0
+        return self.tokens / self.cluster.size / self.time.total if self.time.total else 0.0
 
 
 def mesh_degrees(cfg: FullFinetuneConfig, world_size: int) -> dict[str, int]:
@@ -145,38 +147,40 @@ def crossing_nodes(degrees: dict[str, int], per_node: int) -> dict[str, bool]:
 
 def tasks_of(
     cfg: FullFinetuneConfig,
-    world: World,
+    cluster: Cluster,
     seq_len: int,
     *,
     exact: bool = False,
     ranks: list[int] | None = None,
 ) -> list[dict[str, Any]]:
     """The simulations that a plan is made of: arguments of ``rank_profile``."""
-    degrees = mesh_degrees(cfg, world.size)
+    degrees = mesh_degrees(cfg, cluster.size)
     return [
         {
             "cfg": cfg,
             "rank": rank,
-            "world_size": world.size,
+            "world_size": cluster.size,
             "seq_len": seq_len,
-            "gpu": world.device.is_gpu,
+            "gpu": cluster.device.is_gpu,
             "exact": exact,
         }
         for rank in (planned_ranks(degrees) if ranks is None else ranks)
     ]
 
 
-def plan_of(cfg: FullFinetuneConfig, world: World, seq_len: int, ranks: dict[int, Profile]) -> Plan:
+def plan_of(
+    cfg: FullFinetuneConfig, cluster: Cluster, seq_len: int, ranks: dict[int, Profile]
+) -> Plan:
     """Put the simulated ranks together.
 
     Args:
         cfg: The run's config.
-        world: Where it would run.
+        cluster: Where it would run.
         seq_len: Tokens of a sequence.
         ranks: Profiles by rank.
     """
-    degrees = mesh_degrees(cfg, world.size)
-    device = world.device
+    degrees = mesh_degrees(cfg, cluster.size)
+    device = cluster.device
     rank = max(ranks, key=lambda r: ranks[r].peak.total)
     profile = ranks[rank]
     beside: dict[str, int] = {}
@@ -192,9 +196,9 @@ def plan_of(cfg: FullFinetuneConfig, world: World, seq_len: int, ranks: dict[int
     if backlog:
         host_beside["waiting for the optimizer"] = backlog
     conditions = Conditions(
-        spans=crossing_nodes(degrees, world.per_node),
+        spans=crossing_nodes(degrees, cluster.per_node),
         low_precision=cfg.dtype == "bf16",
-        on_a_node=world.on_a_node,
+        on_a_node=cluster.on_a_node,
         optimizer_beside=cfg.optimizer_on_host,
         waits_for_cp=cfg.context_parallel_method == "ulysses",
     )
@@ -202,7 +206,7 @@ def plan_of(cfg: FullFinetuneConfig, world: World, seq_len: int, ranks: dict[int
     slowest = max(times, key=lambda t: t.total)
     return Plan(
         cfg=cfg,
-        world=world,
+        cluster=cluster,
         degrees=degrees,
         seq_len=seq_len,
         ranks=ranks,
@@ -231,21 +235,23 @@ def _notes(cfg: FullFinetuneConfig, device: Device) -> list[str]:
     return notes
 
 
-def make_plan(cfg: FullFinetuneConfig, world: World, seq_len: int, *, exact: bool = False) -> Plan:
+def make_plan(
+    cfg: FullFinetuneConfig, cluster: Cluster, seq_len: int, *, exact: bool = False
+) -> Plan:
     """Simulate the ranks that differ and put them together.
 
     Args:
         cfg: The run's config.
-        world: Where it would run.
+        cluster: Where it would run.
         seq_len: Tokens of a sequence.
         exact: Run all layers rather than extrapolate from a few.
     """
     from torchtune_cp.planner.simulate import rank_profile
 
-    tasks = tasks_of(cfg, world, seq_len, exact=exact)
+    tasks = tasks_of(cfg, cluster, seq_len, exact=exact)
     profiles = run_apart(rank_profile, tasks)
     ranks = {task["rank"]: profile for task, profile in zip(tasks, profiles, strict=True)}
-    return plan_of(cfg, world, seq_len, ranks)
+    return plan_of(cfg, cluster, seq_len, ranks)
 
 
 def divisor(degrees: dict[str, int]) -> int:

@@ -63,11 +63,11 @@ def draw(plan: Plan, path: Path) -> None:
         arrowprops={"arrowstyle": "->"},
     )
     axes.set_ylim(0, 1.2 * top)
-    memory = plan.world.device.memory / GIB
+    memory = plan.cluster.device.memory / GIB
     if memory < 2 * top:
         axes.set_ylim(0, 1.15 * max(memory, top))
         axes.axhline(memory, color="black", linestyle="--", linewidth=1)
-        axes.text(0, memory, f"{plan.world.device.name}: {memory:.1f} GiB", va="bottom")
+        axes.text(0, memory, f"{plan.cluster.device.name}: {memory:.1f} GiB", va="bottom")
     # A phase's name stands below its middle, where it is wide enough for one.
     phases = [moment.place.phase for moment in moments]
     spans = {phase: [i for i in positions if phases[i] == phase] for phase in dict.fromkeys(phases)}
@@ -77,7 +77,7 @@ def draw(plan: Plan, path: Path) -> None:
         axes.axvline(span[0] - 0.5, color="white", linewidth=0.8)
     axes.set_ylabel("GiB on the device")
     axes.set_title(
-        f"rank {plan.rank} of {plan.world.size}, {plan.seq_len:,} tokens: tensors of one step"
+        f"rank {plan.rank} of {plan.cluster.size}, {plan.seq_len:,} tokens: tensors of one step"
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     axes.margins(x=0)

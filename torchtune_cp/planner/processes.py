@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from torchtune_cp.errors import UserError
+from torchtune_cp.launch.process import usable_cores
 
 #: Imported once by the process that all others are forked from.
 _PRELOAD = ["torchtune_cp.planner.simulate"]
@@ -57,7 +57,7 @@ def run_apart(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    at_once = at_once or _cores()
+    at_once = at_once or usable_cores()
     results: list[Any] = [None] * len(tasks)
     waiting = list(enumerate(tasks))
     running: dict[Any, tuple[int, Any]] = {}
@@ -94,9 +94,3 @@ def _received(connection: Any, process: Any) -> Any:
     if kind == "error":
         raise RuntimeError(value)
     return value
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

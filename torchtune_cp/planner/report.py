@@ -38,10 +38,10 @@ def as_table(plan: Plan, seq_source: str) -> str:
         plan: The plan.
         seq_source: Where its sequence length comes from.
     """
-    device, peak = plan.world.device, plan.peak
+    device, peak = plan.cluster.device, plan.peak
     mesh = " x ".join(f"{name} {size}" for name, size in plan.degrees.items() if size > 1)
     lines = [
-        f"{plan.world.size} x {device.name}: {mesh or 'one rank'};"
+        f"{plan.cluster.size} x {device.name}: {mesh or 'one rank'};"
         f" sequences of {plan.seq_len:,} tokens ({seq_source}), {plan.tokens:,} tokens a step",
         "",
         f"Memory of rank {plan.rank} at its peak: {peak.place.describe()}",
@@ -100,9 +100,9 @@ def _host_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("pinned memory", in_words(plan.host_tensors - tensors), "lost, as torch rounds it"),
         *((name, in_words(count), "estimate") for name, count in plan.host_beside.items()),
     ]
-    limit = plan.world.host_memory
+    limit = plan.cluster.host_memory
     said = _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
-    ranks = plan.world.on_a_node
+    ranks = plan.cluster.on_a_node
     rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {said}"))
     return rows
 
@@ -124,10 +124,10 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
         plan: The plan.
         seq_source: Where its sequence length comes from.
     """
-    device, time = plan.world.device, plan.time
+    device, time = plan.cluster.device, plan.time
     return {
-        "world_size": plan.world.size,
-        "ranks_per_node": plan.world.per_node,
+        "world_size": plan.cluster.size,
+        "ranks_per_node": plan.cluster.per_node,
         "device": device.name,
         "device_bytes": device.memory if math.isfinite(device.memory) else None,
         "mesh": plan.degrees,
@@ -137,7 +137,7 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
         "fits": plan.fits,
         "needed_bytes": plan.needed,
         "estimates_bytes": plan.beside,
-        "host_bytes_of_a_node": limit if math.isfinite(limit := plan.world.host_memory) else None,
+        "host_bytes_of_a_node": limit if math.isfinite(limit := plan.cluster.host_memory) else None,
         "host_needed_bytes_of_a_node": plan.host_node,
         "host_estimates_bytes": plan.host_beside,
         "rank": plan.rank,

@@ -22,7 +22,7 @@ def longest(
     plan_at: Callable[[int], Plan],
     multiple: int,
     start: int,
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Find the longest sequence whose plan fits.
 
@@ -35,7 +35,7 @@ def longest(
         plan_at: Makes the plan of a length.
         multiple: What a length must divide by.
         start: The first length to try.
-        say: Is told of each plan.
+        notify: Gets a line about each plan.
 
     Returns:
         The plan of the longest sequence found.
@@ -53,11 +53,11 @@ def longest(
     def look(length: int) -> Plan:
         if length not in plans:
             plan = plans[length] = plan_at(length)
-            say(f"{length:,} tokens need {needs(plan)}: {'fits' if plan.fits else 'too much'}")
+            notify(f"{length:,} tokens need {needs(plan)}: {'fits' if plan.fits else 'too much'}")
         return plans[length]
 
-    world = look(rounded(start)).world
-    if world.device.memory == math.inf:
+    cluster = look(rounded(start)).cluster
+    if cluster.device.memory == math.inf:
         raise UserError(
             "--max-seq-len: this device's memory has no limit; name a GPU with --device"
         )
@@ -92,10 +92,10 @@ def longest(
 
 def needs(plan: Plan) -> str:
     """What a plan needs of what there is, in words."""
-    device = f"{in_words(plan.needed)} of {in_words(plan.world.device.memory)}"
-    if plan.world.host_memory == math.inf:
+    device = f"{in_words(plan.needed)} of {in_words(plan.cluster.device.memory)}"
+    if plan.cluster.host_memory == math.inf:
         return device
-    return f"{device}, host {in_words(plan.host_node)} of {in_words(plan.world.host_memory)}"
+    return f"{device}, host {in_words(plan.host_node)} of {in_words(plan.cluster.host_memory)}"
 
 
 def _where(plans: dict[int, Plan], lengths: list[int]) -> float:

@@ -38,11 +38,11 @@ from torchtune_cp.planner.torch_private import (
 )
 from torchtune_cp.planner.trace import Trace, rounded_when_pinned
 from torchtune_cp.planner.tracker import StepTracker
-from torchtune_cp.training.causal_lm import causal_lm_step
 from torchtune_cp.training.memory import host as host_memory
 from torchtune_cp.training.memory import tiling
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
+from torchtune_cp.training.step import causal_lm_step
 
 _CPU = torch.device("cpu")
 

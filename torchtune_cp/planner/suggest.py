@@ -14,9 +14,9 @@ from torchtune_cp.config import FullFinetuneConfig, component_callable
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
 from torchtune_cp.errors import UserError
+from torchtune_cp.planner.cluster import Cluster
 from torchtune_cp.planner.plan import Plan, plan_of, planned_ranks, tasks_of
 from torchtune_cp.planner.processes import run_apart
-from torchtune_cp.planner.world import World
 
 #: What nothing is saved with.
 NO_LEVER: dict[str, Any] = {
@@ -72,26 +72,26 @@ class Suggestion:
     plan: Plan
 
 
-def meshes(world: World, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
+def meshes(cluster: Cluster, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
     """Every way to share a world size between samples, sequences and matrices.
 
     Where a sequence fits into a node, the model is also sharded over the node only, the nodes being
     replicas: more memory, and what FSDP gathers stays within the node.
 
     Args:
-        world: Tensor parallelism stays within a node.
+        cluster: Tensor parallelism stays within a node.
         sizes: The model's; tensor parallelism must divide them.
     """
-    for tp in range(1, world.per_node + 1):
-        if world.size % tp or any(size % tp for size in sizes.values()):
+    for tp in range(1, cluster.per_node + 1):
+        if cluster.size % tp or any(size % tp for size in sizes.values()):
             continue
-        rest = world.size // tp
+        rest = cluster.size // tp
         for cp in range(1, rest + 1):
             if rest % cp:
                 continue
             replicas = {1}
-            if world.size > world.per_node and world.per_node % (cp * tp) == 0:
-                replicas.add(world.size // world.per_node)
+            if cluster.size > cluster.per_node and cluster.per_node % (cp * tp) == 0:
+                replicas.add(cluster.size // cluster.per_node)
             for replicate in sorted(replicas):
                 yield {
                     "data_parallel_replicate_dim": replicate,
@@ -238,10 +238,10 @@ class _Climb:
 
 def suggest(
     cfg: FullFinetuneConfig,
-    world: World,
+    cluster: Cluster,
     seq_len: int,
     sizes: dict[str, int],
-    say: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
     """Find the cheapest levers that make each mesh fit, then try other ways of attention on the best.
 
@@ -250,34 +250,34 @@ def suggest(
 
     Args:
         cfg: The run's config.
-        world: Where it would run.
+        cluster: Where it would run.
         seq_len: Tokens of a sequence.
         sizes: The model's sizes that tensor parallelism divides.
-        say: Is told of each plan.
+        notify: Gets a line about each plan.
 
     Returns:
         What fits, the most tokens a second first; of equally fast ones, the one that needs less memory.
     """
     own = {key: getattr(cfg, key) for key in METHODS[0]}
-    climbs = [_Climb(cfg, mesh | own, world.size, sizes) for mesh in meshes(world, sizes)]
-    _climb_all(climbs, world, seq_len, say)
+    climbs = [_Climb(cfg, mesh | own, cluster.size, sizes) for mesh in meshes(cluster, sizes)]
+    _climb_all(climbs, cluster, seq_len, notify)
     best = sorted(
         (c for c in climbs if c.mesh["context_parallel_dim"] > 1),
         key=lambda c: (0, *_rank(c.found)) if c.found else (1, -c.mesh["context_parallel_dim"], 0),
     )
     others = [
-        _Climb(cfg, climb.mesh | method, world.size, sizes, near=climb.rung)
+        _Climb(cfg, climb.mesh | method, cluster.size, sizes, near=climb.rung)
         for climb in best[:MESHES_FOR_METHODS]
         for method in METHODS
         if method != own
     ]
-    _climb_all(others, world, seq_len, say)
+    _climb_all(others, cluster, seq_len, notify)
     found = [climb.found for climb in (*climbs, *others) if climb.found is not None]
     return sorted(found, key=_rank)
 
 
 def _climb_all(
-    climbs: list[_Climb], world: World, seq_len: int, say: Callable[[str], None]
+    climbs: list[_Climb], cluster: Cluster, seq_len: int, notify: Callable[[str], None]
 ) -> None:
     """Let all climbs come to their ends, the plans of a round side by side."""
     from torchtune_cp.planner.simulate import rank_profile
@@ -288,15 +288,15 @@ def _climb_all(
         tasks = []
         for _, _, config in wave:
             degrees = {"cp": config.context_parallel_dim, "tp": config.tensor_parallel_dim}
-            tasks += tasks_of(config, world, seq_len, ranks=[planned_ranks(degrees)[-1]])
+            tasks += tasks_of(config, cluster, seq_len, ranks=[planned_ranks(degrees)[-1]])
         profiles = run_apart(rank_profile, tasks, keep_refusals=True)
         for (climb, overrides, config), task, profile in zip(wave, tasks, profiles, strict=True):
             if isinstance(profile, UserError):
-                say(f"{described(overrides)}: {profile}")
+                notify(f"{described(overrides)}: {profile}")
                 climb.take(None)
                 continue
-            plan = plan_of(config, world, seq_len, {task["rank"]: profile})
-            say(f"{described(overrides)}: {'fits' if plan.fits else 'does not fit'}")
+            plan = plan_of(config, cluster, seq_len, {task["rank"]: profile})
+            notify(f"{described(overrides)}: {'fits' if plan.fits else 'does not fit'}")
             climb.take(plan)
 
 

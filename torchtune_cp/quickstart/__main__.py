@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_cp.errors import UserError
+from torchtune_cp.launch.process import usable_cores
 from torchtune_cp.metrics.jsonl import METRICS_NAME, read_metrics
 from torchtune_cp.quickstart.curve import draw_loss_curve
 from torchtune_cp.quickstart.model import fetch_model
@@ -19,21 +20,18 @@ _RANKS = 2
 _MAX_STEPS = 100  # the files that the config names hold more than this
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     print(f"quickstart: {text}", flush=True)
 
 
 def _require_packages() -> None:
     """Refuse before the long run rather than after it."""
-    missing = [name for name in ("gguf", "matplotlib") if importlib.util.find_spec(name) is None]
+    needed = ("gguf", "matplotlib", "transformers")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
             f"the quickstart needs {' and '.join(missing)}: pip install 'torchtune_cp[quickstart]'"
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def train(model_dir: Path, output_dir: Path, steps: int) -> None:
@@ -54,9 +52,9 @@ def train(model_dir: Path, output_dir: Path, steps: int) -> None:
         f"output_dir={output_dir}",
         f"max_steps_per_epoch={steps}",
     ]
-    _say(f"running {shlex.join(command)}")
+    _notify(f"running {shlex.join(command)}")
     environment = {**os.environ}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // _RANKS)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // _RANKS)))
     done = subprocess.run(
         [sys.executable, "-m", "torchtune_cp", *command[1:]], env=environment, check=False
     )
@@ -73,7 +71,7 @@ def quickstart(work_dir: Path, steps: int) -> None:
     """
     _require_packages()
     work_dir = work_dir.expanduser().absolute()
-    model_dir = fetch_model(work_dir, _say)
+    model_dir = fetch_model(work_dir, _notify)
     output_dir = work_dir / "output"
     train(model_dir, output_dir, steps)
     image = draw_loss_curve(
@@ -81,11 +79,11 @@ def quickstart(work_dir: Path, steps: int) -> None:
         output_dir / "loss_curve.png",
         title=f"{model_dir.name} on the Python standard library, {_RANKS} context-parallel ranks",
     )
-    _say(verify_result(output_dir))
+    _notify(verify_result(output_dir))
     losses = [r["val_loss"] for r in read_metrics(output_dir / METRICS_NAME) if "val_loss" in r]
-    _say(f"validation loss before {losses[0]:.4f}, after {losses[-1]:.4f}")
-    _say(f"the fine-tuned model lies in {output_dir / 'final'}")
-    _say(f"the loss curve lies in {image}, the figures in {output_dir / METRICS_NAME}")
+    _notify(f"validation loss before {losses[0]:.4f}, after {losses[-1]:.4f}")
+    _notify(f"the fine-tuned model lies in {output_dir / 'final'}")
+    _notify(f"the loss curve lies in {image}, the figures in {output_dir / METRICS_NAME}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

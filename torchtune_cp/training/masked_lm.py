@@ -29,8 +29,7 @@ from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.errors import UserError
 from torchtune_cp.models import TransformerEncoder
 from torchtune_cp.training.setup import ulysses_dim
-from torchtune_cp.training.step import count_label_tokens
-from torchtune_cp.training.train_step import Batch, TrainStep
+from torchtune_cp.training.step import Batch, TrainStep, count_label_tokens
 
 
 def masked_lm_step(

@@ -75,7 +75,7 @@ class NonFiniteGuard:
 
         Args:
             action: ``skip`` (the optimizer leaves the step out) or ``raise`` (the run ends).
-            meshes: Names the data-parallel rank whose samples are told.
+            meshes: Names the data-parallel rank whose samples are named.
             before_raising: Called on every rank before the run ends, for what must not be lost: a
                 checkpoint that is being written.
         """
@@ -110,7 +110,7 @@ class NonFiniteGuard:
         """
         if totals.finite:
             return True
-        told = self._samples(losses, batches)
+        samples = self._samples(losses, batches)
         what = f"the loss is {totals.loss_sum}"
         if math.isfinite(totals.loss_sum):
             what = f"the gradient's norm is {totals.grad_norm} (the loss is finite)"
@@ -118,7 +118,7 @@ class NonFiniteGuard:
             if self._before_raising is not None:
                 self._before_raising()
             raise UserError(
-                f"step {step}: {what}; {told}; on_nonfinite=raise ends the run,"
+                f"step {step}: {what}; {samples}; on_nonfinite=raise ends the run,"
                 " on_nonfinite=skip leaves such steps out"
             )
         self.count += 1
@@ -130,7 +130,7 @@ class NonFiniteGuard:
             "step %d skipped: %s; %s; skipped so far: %d (on_nonfinite=skip)",
             step,
             what,
-            told,
+            samples,
             self.count,
         )
         return False

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -58,6 +58,25 @@ class GradientNorm:
             total = square if total is None else total + square.to(total.device)
         self._norms.clear()
         return torch.zeros(()) if total is None else total.sqrt().to(torch.float32)
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The 2-norm of all gradients over all ranks, in float32.
+
+    Parameters may be sharded over different meshes, or over different dimensions of one (a norm's scale
+    under tensor parallelism is whole where a matrix is cut): each counts once.
+
+    Args:
+        model: After backward; parameters may be sharded (DTensor).
+
+    Returns:
+        A scalar tensor, the same on every rank.
+    """
+    norm = GradientNorm()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            norm.add(parameter.grad)
+    return norm.total()
 
 
 def step_alone(optimizer: Optimizer, index: int, parameter: Tensor, *, key: str) -> None:

@@ -21,7 +21,7 @@ from torchtune_cp.distributed import ParallelDims
 from torchtune_cp.errors import UserError
 from torchtune_cp.metrics.jsonl import set_metrics_aside
 from torchtune_cp.training.fp8 import precompute_float8_scales
-from torchtune_cp.training.position import RunPosition
+from torchtune_cp.training.progress import TrainingProgress
 from torchtune_cp.training.saved_record import check_record
 
 _LOG = logging.getLogger(__name__)
@@ -78,14 +78,14 @@ def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
         raise UserError(f"output_dir: cannot clear {folder}: {error}") from error
 
 
-def saved_seed(found: ResumePoint | None) -> int | None:
+def saved_seed(resumed: ResumePoint | None) -> int | None:
     """The seed of the run that is continued; None for a new run."""
-    return None if found is None or found.state is None else found.state["seed"]
+    return None if resumed is None or resumed.state is None else resumed.state["seed"]
 
 
-def skipped_steps(found: ResumePoint | None) -> int:
+def skipped_steps(resumed: ResumePoint | None) -> int:
     """Steps that the run that is continued has left out (``on_nonfinite``); 0 for a new run."""
-    return 0 if found is None or found.state is None else found.state["nonfinite_steps"]
+    return 0 if resumed is None or resumed.state is None else resumed.state["nonfinite_steps"]
 
 
 def run_record(cfg: FullFinetuneConfig, dims: ParallelDims, seed: int) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def run_record(cfg: FullFinetuneConfig, dims: ParallelDims, seed: int) -> dict[s
 
 
 def restore(
-    found: ResumePoint | None,
+    resumed: ResumePoint | None,
     checkpoints: TrainingCheckpoints,
     state: TrainingState,
-    position: RunPosition,
+    progress: TrainingProgress,
     record: Mapping[str, Any],
 ) -> None:
     """Fill model, optimizer, schedule and random generators from a checkpoint, if there is one.
@@ -117,18 +117,18 @@ def restore(
     what will be different otherwise.
 
     Args:
-        found: What the run continues from.
+        resumed: What the run continues from.
         checkpoints: Reads it.
         state: What to fill; weights may be uninitialised.
-        position: Has been moved to the saved place.
+        progress: Has been moved to the saved place.
         record: :func:`run_record` of this run.
 
     Raises:
         UserError: The checkpoint is of another model or optimizer.
     """
-    if found is None or found.state is None:
+    if resumed is None or resumed.state is None:
         return
-    saved = found.state
+    saved = resumed.state
     same_mesh = saved["mesh"] == record["mesh"] and saved["world_size"] == record["world_size"]
     changed = [
         key
@@ -141,35 +141,35 @@ def restore(
         for key in ("optimizer", "lr_scheduler")
         if key not in changed and is_private(str(record["config"].get(key)))
     ]
-    if state.scheduler is not None and saved["total_steps"] != position.total_steps:
+    if state.scheduler is not None and saved["total_steps"] != progress.total_steps:
         changed.append(f"the number of steps ({saved['total_steps']} before)")
     state.restore(
         saved,
-        partial(checkpoints.load, found),
-        step=position.step,
+        partial(checkpoints.load, resumed),
+        step=progress.step,
         saved_world_size=saved["world_size"],
         same_mesh=same_mesh,
         same_hyperparameters=not changed,
     )
     if record["config"]["enable_fp8_training"] is not False:  # masked, it may be either
         precompute_float8_scales(state.model)  # as after every step
-    _say(saved, record, position, changed, same_mesh)
+    _say(saved, record, progress, changed, same_mesh)
 
 
 def _say(
     saved: Mapping[str, Any],
     record: Mapping[str, Any],
-    position: RunPosition,
+    progress: TrainingProgress,
     changed: list[str],
     same_mesh: bool,
 ) -> None:
     _LOG.info(
         "resumed after step %d of %d, in epoch %d",
-        position.step,
-        position.total_steps,
-        position.epoch,
+        progress.step,
+        progress.total_steps,
+        progress.epoch,
     )
-    if position.step >= position.total_steps:
+    if progress.step >= progress.total_steps:
         _LOG.info("the run was finished: there is nothing left to train")
     if not same_mesh:
         _LOG.info(
@@ -183,18 +183,18 @@ def _say(
             else "; random numbers of dropout, if there is any, are others",
         )
     loud = []
-    if saved["global_batch_size"] != position.global_batch_size:
+    if saved["global_batch_size"] != progress.global_batch_size:
         loud.append(
-            f"the global batch is {position.global_batch_size} samples instead of"
+            f"the global batch is {progress.global_batch_size} samples instead of"
             f" {saved['global_batch_size']}, so the steps see other groups of samples; the place in"
-            f" the data is kept ({position.loader.samples_read} samples of epoch {position.epoch}),"
-            f" {position.steps_left()} steps are left and the run has {position.total_steps} in all"
+            f" the data is kept ({progress.loader.samples_read} samples of epoch {progress.epoch}),"
+            f" {progress.steps_left()} steps are left and the run has {progress.total_steps} in all"
             f" instead of {saved['total_steps']}"
         )
     if changed:
         loud.append(
             f"{', '.join(changed)} changed: rates and settings are those of this config, the schedule"
-            f" stands at step {position.step}"
+            f" stands at step {progress.step}"
         )
     if loud:
         _LOG.warning("this is not the run that was saved: %s", "; ".join(loud))

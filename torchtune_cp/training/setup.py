@@ -45,11 +45,10 @@ from torchtune_cp.training.memory import (
     apply_selective_checkpointing,
     apply_tiled_mlp,
 )
-from torchtune_cp.training.optim_in_bwd import OptimizerInBackward
+from torchtune_cp.training.optim_in_bwd import OptimizerInBackward, gradient_norm
 from torchtune_cp.training.optim_on_host import OptimizerOnHost
 from torchtune_cp.training.profiler import setup_torch_profiler
 from torchtune_cp.training.resume import clear_earlier_report
-from torchtune_cp.training.step import gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def build_model(
     meshes: Meshes,
     device: torch.device,
     seed: int,
-    found: ResumePoint | None = None,
+    resumed: ResumePoint | None = None,
     *,
     kind: type[ModelT] = TransformerDecoder,  # type: ignore[assignment]
     num_layers: int | None = None,
@@ -114,7 +113,7 @@ def build_model(
         meshes: Parameters are sharded over ``meshes.tp`` and ``meshes.fsdp``.
         device: Where the shards live.
         seed: Of the weights when they are random.
-        found: What the run continues from. The weights of a training checkpoint are read with the
+        resumed: What the run continues from. The weights of a training checkpoint are read with the
             rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
             the place of the checkpointer's.
         kind: The models that the recipe trains.
@@ -135,8 +134,8 @@ def build_model(
         assert isinstance(model, TransformerDecoder)
         first_layers(model, num_layers)
     weights = checkpointer
-    if found is not None and found.manifest is None:
-        weights = FullModelHFCheckpointer(str(found.path))
+    if resumed is not None and resumed.manifest is None:
+        weights = FullModelHFCheckpointer(str(resumed.path))
     weights.keep_stored_output(model)
     if cfg.enable_fp8_training:
         assert isinstance(model, TransformerDecoder)  # refused for others
@@ -180,7 +179,7 @@ def build_model(
         offload=cfg.fsdp_cpu_offload,
     )
     shards_on = torch.device("cpu") if cfg.fsdp_cpu_offload else device
-    if found is None or found.manifest is None:
+    if resumed is None or resumed.manifest is None:
         materialize(model, weights.source(model, seed), shards_on)
     else:
         if isinstance(model, TransformerEncoder):
@@ -286,7 +285,7 @@ def build_profiler(cfg: FullFinetuneConfig) -> Any:
 
 
 def build_report(
-    cfg: FullFinetuneConfig, total_steps: int, world_size: int, found: ResumePoint | None
+    cfg: FullFinetuneConfig, total_steps: int, world_size: int, resumed: ResumePoint | None
 ) -> RunReport:
     """Build what the run reports through; the configured logger exists on rank 0 only.
 
@@ -294,13 +293,13 @@ def build_report(
         cfg: The run's config.
         total_steps: Optimizer steps of the whole run.
         world_size: Number of processes.
-        found: What the run continues from.
+        resumed: What the run continues from.
 
     Raises:
         UserError: A file cannot be written.
     """
-    resume_step = None if found is None or found.state is None else found.state["step"]
-    if is_rank_zero() and (found is None or not found.is_own):
+    resume_step = None if resumed is None or resumed.state is None else resumed.state["step"]
+    if is_rank_zero() and (resumed is None or not resumed.is_own):
         clear_earlier_report(cfg)
     logger = None
     if is_rank_zero() and cfg.metric_logger is not None:

@@ -1,34 +1,239 @@
-"""What a token-normalised step over ranks and micro-batches needs."""
+"""The optimizer step, as the recipes make it and as ``tune plan`` predicts it: the same code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from torchtune_cp.config import FullFinetuneConfig
+from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
-from torchtune_cp.training.optim_in_bwd import GradientNorm
+from torchtune_cp.distributed.fsdp import set_gradient_sync
+from torchtune_cp.models.transformer import TransformerDecoder
+from torchtune_cp.training.fp8 import precompute_float8_scales
+from torchtune_cp.training.setup import head_chunks, ulysses_dim
+
+Batch = dict[str, Tensor]
 
 
-def micro_batches(
-    loader: Iterable[dict[str, Tensor]], count: int
-) -> Iterator[list[dict[str, Tensor]]]:
-    """Group a loader's batches into optimizer steps.
+@dataclass(frozen=True)
+class StepGradients:
+    """What forward and backward of all micro-batches have left beside the gradients.
 
-    All micro-batches of a step are read before its first forward pass: the number of label tokens in
-    the global step is the denominator of every one of them.
+    Attributes:
+        counts: Of the global step, see :attr:`TrainStep.count`.
+        losses: Of each micro-batch, the sum of this rank's token losses.
+        sums: What else :attr:`TrainStep.slice_loss` gave, added up over this rank's micro-batches.
+        norm: The gradient's 2-norm over all ranks, before clipping.
+        attention_pairs: This rank's share of attention, see ``attention_work``.
+    """
+
+    counts: list[float]
+    losses: list[Tensor]
+    sums: list[Tensor]
+    norm: Tensor
+    attention_pairs: float
+
+    @property
+    def tokens(self) -> float:
+        """Label tokens of the global step, the denominator of its loss."""
+        return self.counts[0]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over a whole dataset, the same on every rank.
+
+    Attributes:
+        tokens: Label tokens.
+        loss: The mean of their losses in nats.
+        sums: What else :attr:`TrainStep.slice_loss` gave, added up over all batches and ranks.
+    """
+
+    tokens: int
+    loss: float
+    sums: list[float]
+
+
+@dataclass
+class TrainStep:
+    """Forward, backward and update of one optimizer step.
+
+    Recipes get theirs from :func:`causal_lm_step` and
+    :func:`~torchtune_cp.training.masked_lm.masked_lm_step`.
+
+    Attributes:
+        cfg: The run's config.
+        model: The sharded model.
+        optimizer: Over its parameters.
+        gradient_norm: From :func:`~torchtune_cp.training.setup.build_optimizer`.
+        meshes: Who shares what.
+        device: Where the model computes.
+        cut: Context manager through which every batch reaches the model: the line where a sequence is
+            cut, in training and in validation.
+        slice_loss: The sum of the token losses of what :attr:`cut` yielded, and what else is to be added
+            up over micro-batches and ranks; scalars.
+        count: This rank's label tokens in some batches, and what else is to be counted.
+        counted_over: The ranks whose counts add up to the global step's.
+    """
+
+    cfg: FullFinetuneConfig
+    model: nn.Module
+    optimizer: Optimizer
+    gradient_norm: Callable[[], Tensor]
+    meshes: Meshes
+    device: torch.device
+    cut: Callable[[Batch], AbstractContextManager[Batch]]
+    slice_loss: Callable[[Batch], tuple[Tensor, ...]]
+    count: Callable[[Sequence[Batch]], tuple[float, ...]]
+    counted_over: DeviceMesh
+
+    def backward(self, batches: list[Batch]) -> StepGradients:
+        """Add up the gradients of all micro-batches of a step.
+
+        Args:
+            batches: As the loader gave them, on any device.
+        """
+        # Counted before the first forward pass, over everything that this optimizer step adds up.
+        counts = sum_over(self.counted_over, *self.count(batches), device=self.device)
+        # FSDP averages gradients over its ranks; wanted is the sum / label tokens.
+        scale = self.meshes.loss.size() / max(counts[0], 1)
+        losses: list[Tensor] = []
+        sums: list[Tensor] = []
+        work = 0.0
+        for i, batch in enumerate(batches):
+            set_gradient_sync(self.model, i == len(batches) - 1)
+            with self.cut(to_device(batch, self.device)) as local:
+                loss, *others = self.slice_loss(local)
+                (loss * scale).backward()
+            work += attention_work(local)
+            losses.append(loss.detach())
+            sums = _added(sums, others)
+        return StepGradients(
+            counts=counts,
+            losses=losses,
+            sums=sums,
+            norm=self.gradient_norm(),
+            attention_pairs=work,
+        )
+
+    def update(self, norm: Tensor) -> None:
+        """Clip and step.
+
+        Args:
+            norm: Of the gradients that :meth:`backward` has left.
+        """
+        if self.cfg.clip_grad_norm is not None:
+            clip_gradients(self.model, self.cfg.clip_grad_norm, norm)
+        self.optimizer.step()  # with optimizer_in_bwd: done already, nothing is left to do
+
+    def finish(self) -> None:
+        """Free the gradients and prepare what the next forward pass sends."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.cfg.enable_fp8_training:
+            precompute_float8_scales(self.model)
+
+    @torch.no_grad()
+    def evaluate(
+        self, batches: Iterable[Batch], interrupted: Callable[[], object]
+    ) -> Evaluation | None:
+        """The mean token loss over batches, without gradients; all ranks have to take part.
+
+        Args:
+            batches: As a loader gives them, as many on every rank.
+            interrupted: Asked before every batch, and of one mind on all ranks.
+
+        Returns:
+            None if it was interrupted.
+        """
+        self.model.eval()
+        try:
+            tokens, sums = 0.0, [torch.zeros((), dtype=torch.float64, device=self.device)]
+            for batch in batches:
+                if interrupted():
+                    return None
+                tokens += self.count([batch])[0]
+                with self.cut(to_device(batch, self.device)) as local:
+                    sums = _added(sums, self.slice_loss(local))
+        finally:
+            self.model.train()
+        (all_tokens,) = sum_over(self.counted_over, tokens, device=self.device)
+        loss, *others = sum_over(self.meshes.loss, *sums, device=self.device)
+        return Evaluation(int(all_tokens), loss / max(all_tokens, 1), others)
+
+
+def _added(totals: list[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Add values to totals place by place; totals that are missing are 0."""
+    found = [total + value.detach() for total, value in zip(totals, values, strict=False)]
+    return found + [value.detach() for value in values[len(totals) :]]
+
+
+def causal_lm_step(
+    cfg: FullFinetuneConfig,
+    model: TransformerDecoder,
+    optimizer: Optimizer,
+    gradient_norm: Callable[[], Tensor],
+    loss_fn: Callable[..., Tensor],
+    *,
+    meshes: Meshes,
+    dims: ParallelDims,
+    device: torch.device,
+) -> TrainStep:
+    """Build the step of ``full_finetune_distributed``.
 
     Args:
-        loader: Yields batches (token ids: small).
-        count: Micro-batches per step. A last, incomplete group is yielded too.
+        cfg: The run's config.
+        model: The sharded model.
+        optimizer: Over its parameters.
+        gradient_norm: From :func:`~torchtune_cp.training.setup.build_optimizer`.
+        loss_fn: Sums a slice's token losses from hidden states, output weight and labels.
+        meshes: Who shares what.
+        dims: The degrees of parallelism.
+        device: Where the model computes.
     """
-    iterator = iter(loader)
-    while group := list(islice(iterator, count)):
-        yield group
+    return TrainStep(
+        cfg,
+        model,
+        optimizer,
+        gradient_norm,
+        meshes,
+        device,
+        cut=partial(
+            context_parallel,
+            meshes.cp,
+            method=cfg.context_parallel_method,
+            ulysses_dim=ulysses_dim(cfg, model),
+            window=model.config.sliding_window,
+            rotate_method=cfg.context_parallel_rotate_method,
+            pad_to_multiple_of=dims.min_seq_len_divisor,
+            by_documents=head_chunks(cfg, model) is not None,
+        ),
+        slice_loss=partial(_slice_loss, model, loss_fn),
+        count=_count,
+        counted_over=meshes.dp,  # context-parallel peers count the same whole batches
+    )
+
+
+def _slice_loss(
+    model: TransformerDecoder, loss_fn: Callable[..., Tensor], local: Batch
+) -> tuple[Tensor]:
+    """Sum the token losses of this rank's slice; its logits exist a chunk at a time."""
+    head = partial(loss_fn, labels=local["labels"])
+    loss: Tensor = model(local["tokens"], local.get("input_pos"), output_fn=head)
+    return (loss,)
+
+
+def _count(batches: Sequence[Batch]) -> tuple[float]:
+    return (count_label_tokens(batches),)
 
 
 def count_label_tokens(
@@ -57,32 +262,13 @@ def sum_over(mesh: DeviceMesh, *values: float | Tensor, device: torch.device) ->
     return packed.tolist()
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """The 2-norm of all gradients over all ranks, in float32.
-
-    Parameters may be sharded over different meshes, or over different dimensions of one (a norm's scale
-    under tensor parallelism is whole where a matrix is cut): each counts once.
-
-    Args:
-        model: After backward; parameters may be sharded (DTensor).
-
-    Returns:
-        A scalar tensor, the same on every rank.
-    """
-    norm = GradientNorm()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            norm.add(parameter.grad)
-    return norm.total()
-
-
 def clip_gradients(model: nn.Module, max_norm: float, total_norm: Tensor) -> None:
     """Scale all gradients down so that their norm is at most ``max_norm``.
 
     Args:
         model: After backward.
         max_norm: The largest norm allowed.
-        total_norm: From :func:`gradient_norm`.
+        total_norm: From :func:`torchtune_cp.training.optim_in_bwd.gradient_norm`.
     """
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total_norm)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchtune_cp.checkpointing import training_checkpoints as module
-from torchtune_cp.checkpointing.agreement import Agreement
+from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
 from torchtune_cp.checkpointing.training_state import TrainingState
 from torchtune_cp.checkpointing.training_state_store import load_tensors, read_manifest
@@ -37,7 +37,7 @@ def _copies(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def _read(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-    load_tensors(folder, tensors, Agreement())
+    load_tensors(folder, tensors, RankSync())
     return tensors
 
 

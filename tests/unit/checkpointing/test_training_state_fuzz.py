@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchtune_cp.checkpointing.agreement import Agreement
 from torchtune_cp.checkpointing.manifest import FORMAT, FORMAT_VERSION
+from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.training_state_store import (
     load_tensors,
     verify_checkpoint,
@@ -114,29 +114,55 @@ def _hostile_json(folder: Path, rng: random.Random) -> None:
     (folder / MANIFEST).write_text(rng.choice(texts))
 
 
+def _hostile_table(folder: Path, rng: random.Random) -> None:
+    """Move shards, or describe them as what they are not, in the table of ``checkpoint.json``."""
+    content = _content(folder)
+    table, entry = content["tensors"], content["tensors"]["model.a"]
+    shard = entry["shards"][0]
+
+    def place(at: int, value: Any) -> None:
+        shard[at] = value
+
+    changes: list[Callable[[], Any]] = [
+        lambda: place(0, "rank_00001.safetensors"),
+        lambda: place(0, "../outside.safetensors"),
+        lambda: place(0, None),
+        lambda: place(1, [2, 0]),
+        lambda: place(1, [-1, 0]),
+        lambda: place(1, [0]),
+        lambda: place(1, [0.0, 0]),
+        lambda: place(1, None),
+        lambda: place(1, [2**70, 0]),
+        lambda: place(2, [3, 4]),
+        lambda: place(2, [12]),
+        lambda: entry.update(shape=[8, 3]),  # half of it is nowhere
+        lambda: entry.update(shape=[2**60, 2**60]),
+        lambda: entry.update(shape="43"),
+        lambda: entry.update(shape=[12], shards=[[shard[0], [0], [12]]]),
+        lambda: entry.update(dtype="I32"),
+        lambda: entry.update(dtype="F4"),
+        lambda: entry.update(dtype=["F32"]),
+        lambda: entry.update(shards=[shard, shard]),
+        lambda: entry.update(shards=[]),
+        lambda: entry.update(shards={"a": 1}),
+        lambda: entry.update(shards="abc"),
+        lambda: table.pop("model.a"),
+        lambda: table.update({"model.a": 3}),
+        lambda: table.update({"model\n.c": entry}),
+        lambda: content.update(tensors=[table]),
+        lambda: content.pop("tensors"),
+    ]
+    rng.choice(changes)()
+    (folder / MANIFEST).write_text(_sign(content))
+
+
 def _hostile_header(folder: Path, rng: random.Random) -> None:
     """Write another header (and fitting checksums) into the shards' file."""
     path = _file(folder)
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header, body = json.loads(raw[8 : 8 + length]), raw[8 + length :]
-    info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-
-    def place(**entry: Any) -> None:
-        info["model.a"].update(entry)
-
     changes: list[Callable[[], Any]] = [
-        lambda: place(saved_offsets=[2, 0]),
-        lambda: place(saved_offsets=[-1, 0]),
-        lambda: place(saved_offsets=[0]),
-        lambda: place(saved_offsets=[0.0, 0]),
-        lambda: place(saved_offsets=None),
-        lambda: place(saved_offsets=[2**70, 0]),
-        lambda: place(shape=[8, 3]),  # half of it is nowhere
-        lambda: place(shape=[2**60, 2**60]),
-        lambda: place(shape="43"),
-        lambda: info.pop("model.a"),
-        lambda: info.update({"model.a": 3}),
         lambda: header["model.a"].update(shape=[3, 4]),
         lambda: header["model.a"].update(dtype="I32"),
         lambda: header["model.a"].update(dtype="F4"),
@@ -145,14 +171,8 @@ def _hostile_header(folder: Path, rng: random.Random) -> None:
         lambda: header["model.a"].update(data_offsets=[-8, 40]),
         lambda: header["model.a"].update(data_offsets=[48, 0]),
         lambda: header.update({"../../outside": header.pop("model.a")}),
-        lambda: header.update({"model\n.c": header["model.a"]}),
-        lambda: header.pop("__metadata__"),
     ]
     rng.choice(changes)()
-    if "__metadata__" in header:
-        header["__metadata__"]["DCP_SHARDING_INFO"] = rng.choice(
-            [json.dumps(info)] * 12 + ["[", "[]", "[" * 200_000]
-        )
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     raw = struct.pack("<Q", rng.choice([len(text)] * 9 + [2**62])) + text + body
@@ -229,7 +249,7 @@ def _swap(folder: Path, rng: random.Random) -> None:
     """Exchange a file with that of another checkpoint, or the two files with each other."""
     other = folder.parent / "other"
     write_checkpoint(
-        other, 4, {name: tensor + 1 for name, tensor in _tensors().items()}, {}, Agreement()
+        other, 4, {name: tensor + 1 for name, tensor in _tensors().items()}, {}, RankSync()
     )
     if rng.random() < 0.3:
         a, b = folder / MANIFEST, _file(folder)
@@ -244,7 +264,8 @@ def _swap(folder: Path, rng: random.Random) -> None:
 MUTATIONS = (
     *(_flip_bit,) * 5,
     *(_hostile_manifest,) * 3,
-    *(_hostile_header,) * 4,
+    *(_hostile_header,) * 2,
+    *(_hostile_table,) * 4,
     *(_hostile_json,) * 2,
     _truncate,
     _lengthen,
@@ -268,7 +289,7 @@ def _snapshot(root: Path) -> dict[str, tuple[int, int]]:
 def test_damaged_and_hostile_folders_give_one_line_or_the_right_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = write_checkpoint(tmp_path / "good", 3, _tensors(), {"epoch": 1}, Agreement())
+    good = write_checkpoint(tmp_path / "good", 3, _tensors(), {"epoch": 1}, RankSync())
     truth = {name: value.clone() for name, value in _tensors().items()}
     unpickled: list[str] = []
     watching = [True]
@@ -292,7 +313,7 @@ def test_damaged_and_hostile_folders_give_one_line_or_the_right_values(
             where = f"seed {seed}, {mutation.__name__}"
             try:
                 manifest = verify_checkpoint(folder)
-                load_tensors(folder, tensors, Agreement())
+                load_tensors(folder, tensors, RankSync())
             except UserError as error:
                 text = str(error)
                 assert "\n" not in text, (where, text)

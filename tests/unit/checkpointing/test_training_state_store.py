@@ -14,8 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from torchtune_cp.checkpointing import durable, shard_files, training_state_store
-from torchtune_cp.checkpointing.agreement import Agreement
+from torchtune_cp import durable
+from torchtune_cp.checkpointing import shard_files, training_state_store
+from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.training_state_store import (
     list_checkpoints,
     load_tensors,
@@ -45,7 +46,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(parent: Path, step: int = 3, **state: Any) -> Path:
-    return write_checkpoint(parent, step, _tensors(), state, Agreement())
+    return write_checkpoint(parent, step, _tensors(), state, RankSync())
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -54,7 +55,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {name: torch.ones_like(value) for name, value in _tensors().items()}
-    load_tensors(folder, tensors, Agreement())
+    load_tensors(folder, tensors, RankSync())
     return tensors
 
 
@@ -77,7 +78,7 @@ def test_every_type_and_shape_comes_back_bit_equal_and_into_the_given_tensors(
     weight = torch.zeros(5, 7)
     view = weight.t()  # not contiguous: filled where it lies
     tensors = {**_tensors(), "model.weight": view.t()}
-    load_tensors(folder, tensors, Agreement())
+    load_tensors(folder, tensors, RankSync())
     assert torch.equal(weight, _tensors()["model.weight"])
     _assert_loads(folder)
     assert {name: (t.shape, t.dtype) for name, t in stored_tensors(folder).items()} == {
@@ -143,7 +144,7 @@ def test_a_save_holds_no_second_copy(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(shard_files, "_write", note)
     tracemalloc.start()
-    write_checkpoint(tmp_path, 1, {"a": weight, "b": weight.detach()}, {}, Agreement())
+    write_checkpoint(tmp_path, 1, {"a": weight, "b": weight.detach()}, {}, RankSync())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert pieces[1:] == [(weight.data_ptr(), 4_000_000)] * 2  # the tensor's own memory
@@ -156,7 +157,7 @@ def test_a_load_reads_only_the_slices_it_needs(tmp_path: Path) -> None:
         1,
         {"a": torch.arange(24.0).reshape(6, 4), "s": torch.tensor(2.0)},
         {},
-        Agreement(),
+        RankSync(),
     )
     stored = stored_tensors(folder)
     reader = shard_files.ShardReader(stored)
@@ -208,7 +209,7 @@ def test_everything_is_synced_before_the_rename_and_the_name_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    sync, rename = os.fsync, Path.rename
+    sync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def note_sync(handle: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
@@ -218,16 +219,25 @@ def test_everything_is_synced_before_the_rename_and_the_name_after_it(
         events.append("rename")
         return rename(self, target)
 
+    def note_replace(self: Path, target: Path) -> Path:
+        events.append(target.name)
+        return replace(self, target)
+
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("needs /proc to see which file is synced")
     parent = tmp_path / "checkpoints"
     parent.mkdir()
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr(Path, "replace", note_replace)
     _write(parent)
-    assert events[:2] == ["rank_00000.safetensors", "checkpoint.json"]
-    assert events[2].startswith(".step_3.")
-    assert events[3:] == ["rename", "checkpoints"]
+    # A file's name is on the disk when its folder was synced: `.step_3.` and a random end.
+    shards, description, named, *folders, renamed, above = events
+    assert (shards, named) == ("rank_00000.safetensors", "checkpoint.json")
+    assert description.startswith(".checkpoint.json.")
+    assert folders
+    assert all(folder.startswith(".step_3.") for folder in folders)
+    assert (renamed, above) == ("rename", "checkpoints")
 
 
 def test_only_complete_names_are_listed_the_newest_first(tmp_path: Path) -> None:
@@ -297,11 +307,11 @@ def test_tensors_that_are_not_those_of_the_run_are_named(
     folder = _write(tmp_path)
     tensors = {name: value for name, value in {**_tensors(), **change}.items() if value is not None}
     if says is None:
-        load_tensors(folder, tensors, Agreement())
+        load_tensors(folder, tensors, RankSync())
         return
     before = {name: _bytes(value) for name, value in tensors.items()}
     with pytest.raises(UserError, match=says) as caught:
-        load_tensors(folder, tensors, Agreement())
+        load_tensors(folder, tensors, RankSync())
     assert "\n" not in str(caught.value)
     assert {name: _bytes(value) for name, value in tensors.items()} == before
 
@@ -309,7 +319,7 @@ def test_tensors_that_are_not_those_of_the_run_are_named(
 @pytest.mark.parametrize("state", [{"a": (1, 2)}, {1: "a"}, {"a": torch.zeros(1)}, {"a": {2: 3}}])
 def test_a_state_that_json_would_change_is_refused(tmp_path: Path, state: Any) -> None:
     with pytest.raises(TypeError):
-        write_checkpoint(tmp_path, 1, {}, state, Agreement())
+        write_checkpoint(tmp_path, 1, {}, state, RankSync())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -326,7 +336,7 @@ def test_tensors_that_bytes_do_not_describe_are_refused(
     tmp_path: Path, tensor: torch.Tensor, says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        write_checkpoint(tmp_path, 1, {"optimizer.state.w.m": tensor}, {}, Agreement())
+        write_checkpoint(tmp_path, 1, {"optimizer.state.w.m": tensor}, {}, RankSync())
     assert list_checkpoints(tmp_path) == []
 
 
@@ -349,9 +359,15 @@ def test_a_file_in_the_place_of_a_checkpoint_is_not_overwritten(tmp_path: Path) 
     assert (tmp_path / "step_3").read_text() == "the user's"
 
 
-def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "says"), [(3, "update torchtune_cp"), (1, "finish the run with the version")]
+)
+def test_a_newer_or_older_format_is_refused_in_words(
+    tmp_path: Path, version: int, says: str
+) -> None:
     folder = _write(tmp_path)
     path = folder / "checkpoint.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(UserError, match=r"format_version is 2 .* update torchtune_cp"):
+    text = path.read_text().replace('"format_version": 2', f'"format_version": {version}')
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"format_version is {version}.* {says}"):
         read_manifest(folder)

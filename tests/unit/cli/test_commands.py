@@ -11,6 +11,7 @@ import pytest
 
 from torchtune_cp import __version__
 from torchtune_cp.cli.main import main
+from torchtune_cp.cli.recipe import SHIPPED_CONFIG_CLASSES, Recipe
 from torchtune_cp.config.locate import config_names, configs_dir, recipe_names, recipes_dir
 
 
@@ -30,6 +31,16 @@ def test_ls_lists_every_recipe_and_config(capsys: pytest.CaptureFixture[str]) ->
     assert header.split() == ["RECIPE", "CONFIG"]
     assert {row.split()[-1] for row in rows} >= set(config_names())
     assert {row.split()[0] for row in rows} >= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_copy_of_a_shipped_recipe_takes_the_configs_that_the_table_says(
+    name: str, tmp_path: Path
+) -> None:
+    shipped = Recipe(recipes_dir() / f"{name}.py")
+    copy = Recipe(tmp_path / f"{name}.py")
+    copy.path.write_text(shipped.path.read_text())
+    assert copy.config_class() is SHIPPED_CONFIG_CLASSES[name] is shipped.config_class()
 
 
 def test_cat_prints_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtune_cp.cli import rendezvous_options, run
-from torchtune_cp.cli.launcher import world_size_of
+from torchtune_cp.cli import run
 from torchtune_cp.cli.main import main
-from torchtune_cp.cli.rendezvous_options import settle_rendezvous
 from torchtune_cp.config.locate import recipes_dir
+from torchtune_cp.launch import rendezvous_options
+from torchtune_cp.launch.launcher import world_size_of
+from torchtune_cp.launch.rendezvous_options import settle_rendezvous
 from torchtune_cp.models import hf_config
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.llama3 import llama3

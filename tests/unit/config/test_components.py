@@ -159,7 +159,7 @@ def test_each_torchtune_name_is_a_component(name: str) -> None:
     assert allow.find(ALIASES[name], None) is get_component(name)
 
 
-INNER = {"_component_": "torchtune_cp.checkpointing.durable.delete_hidden", "folder": "/x"}
+INNER = {"_component_": "torchtune_cp.durable.delete_hidden", "folder": "/x"}
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_source_that_brings_code_is_refused(arguments: dict[str, Any], said: s
 
 #: The attacks that worked, and what each was after.
 ATTACKS = {
-    "tokenizer": {"_component_": "torchtune_cp.checkpointing.durable.delete_hidden"},
+    "tokenizer": {"_component_": "torchtune_cp.durable.delete_hidden"},
     "model": {
         **{"_component_": "torchtune_cp.models.llama3.llama3", "vocab_size": 272, "num_layers": 1},
         **{"num_heads": 1, "num_kv_heads": 1, "embed_dim": 8, "max_seq_len": 8},
@@ -289,7 +289,7 @@ def test_an_attack_is_refused_by_a_recipe_of_ones_own_and_by_the_shipped_one_wit
         )
         assert done.returncode == 2, done.stderr
         (line,) = [text for text in done.stderr.splitlines() if "error" in text]
-        assert "tokenizer._component_: 'torchtune_cp.checkpointing.durable.delete_hidden'" in line
+        assert "tokenizer._component_: 'torchtune_cp.durable.delete_hidden'" in line
         assert (victim / "metrics.jsonl").exists()
 
 
@@ -299,7 +299,7 @@ def test_a_recipe_in_the_checkout_does_not_make_the_whole_project_nameable(
     monkeypatch.setattr(allow, "_trusted_folders", [])
     allow.trust_folder(CHECKOUT)
     with pytest.raises(ConfigError, match="is refused"):
-        get_component("torchtune_cp.checkpointing.durable.delete_hidden")
+        get_component("torchtune_cp.durable.delete_hidden")
 
 
 def test_a_module_of_ones_own_may_hand_on_a_component_and_nothing_else(
@@ -308,7 +308,7 @@ def test_a_module_of_ones_own_may_hand_on_a_component_and_nothing_else(
     (tmp_path / "my_imports.py").write_text(
         "from torch.optim import AdamW\n"
         "from shutil import rmtree\n"
-        "from torchtune_cp.checkpointing.durable import delete_hidden\n"
+        "from torchtune_cp.durable import delete_hidden\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(allow.ALLOW_VARIABLE, "my_imports")
@@ -322,7 +322,7 @@ def test_shipped_configs_docs_and_readme_name_components_only() -> None:
     import re
 
     # The security page shows one name that is refused, and says so.
-    attack = ("security.md", "torchtune_cp.checkpointing.durable.delete_hidden")
+    attack = ("security.md", "torchtune_cp.durable.delete_hidden")
     refused = []
     pages = [CHECKOUT / "README.md", *(CHECKOUT / "docs").rglob("*.md")]
     for page in [*pages, *(CHECKOUT / "configs").rglob("*.yaml")]:

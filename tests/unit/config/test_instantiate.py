@@ -153,8 +153,8 @@ ESCAPES = [
     "torchtune_cp.checkpointing.folder.Path",
     "torchtune_cp.data.tokenizer.Path.unlink",
     # This project's functions and classes that are no components, and the ways to one through another.
-    "torchtune_cp.checkpointing.durable.delete_hidden",
-    "torchtune_cp.checkpointing.durable.shutil.rmtree",
+    "torchtune_cp.durable.delete_hidden",
+    "torchtune_cp.durable.shutil.rmtree",
     "torchtune_cp.checkpointing.save_hf_folder",
     "torchtune_cp.checkpointing.FullModelHFCheckpointer.save_final",
     "torchtune_cp.checkpointing.hf_checkpointer.FullModelHFCheckpointer.__init__",
@@ -172,7 +172,7 @@ ESCAPES = [
     "torchtune_cp.models.depth.first_layers",
     "torchtune_cp.models.model_from_hf_config",
     "torchtune_cp.training.profiler.Path",
-    "torchtune_cp.training.resume.RunPosition",
+    "torchtune_cp.training.resume.TrainingProgress",
     "torchtune_cp",
     "torchtune_cp.data",
     # Of the big packages what is no optimizer or schedule, and those that call what they are given.

@@ -197,7 +197,7 @@ def main(folder: Path) -> None:
                     report.append({"role": role, "path": path, "did": seen})
                     if hasattr(built, "close"):
                         built.close()
-    from torchtune_cp.checkpointing.durable import delete_hidden
+    from torchtune_cp.durable import delete_hidden
     from torchtune_cp.metrics import MetricsFile
 
     (folder / "control").mkdir()

@@ -155,7 +155,7 @@ class TestProcesses:
                 for _ in range(2):  # made, and from the cache
                     with pytest.raises(UserError, match=r"file d\.py: not UTF-8"):
                         folder_dataset(texts, num_proc=2)
-        assert not list(cache.glob("*.scratch"))
+        assert not list(cache.glob(".*.tmp"))
 
     def test_how_many_processes_are_worth_their_start(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(mapping, "_ROWS_A_PROCESS", 2000)
@@ -384,7 +384,7 @@ class TestCache:
         folder_dataset(texts)
         (key,) = keys(cache)
         shutil.rmtree(cache / key)
-        (cache / f"{key}.killed.scratch").mkdir()
+        (cache / f".{key}.killed.tmp").mkdir()
         folder_dataset(texts)
         assert keys(cache) == {key}
 

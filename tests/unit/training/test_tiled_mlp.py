@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.live_storage import LiveStorage
 from tests.unit.training.small_llama import gradients, loss_of, small_llama
-from tests.unit.training.test_checkpointing import Calls
+from tests.unit.training.test_activation_checkpointing import Calls
 from torchtune_cp.models.esm2 import esm2
 from torchtune_cp.models.init import init_tensor_
 from torchtune_cp.models.llama3 import llama3

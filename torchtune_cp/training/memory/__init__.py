@@ -1,6 +1,6 @@
 """Trades computation or transfers for device memory: checkpointing, offloading, tiles and head chunks."""
 
-from torchtune_cp.training.memory.checkpointing import (
+from torchtune_cp.training.memory.activation_checkpointing import (
     apply_activation_checkpointing,
     apply_selective_checkpointing,
 )

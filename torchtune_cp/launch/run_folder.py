@@ -15,6 +15,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from torchtune_cp.durable import write_text
+
 #: Set by ``tune run`` for its workers: where the notes of this run lie.
 RUN_FOLDER_VARIABLE = "TUNE_RUN_FOLDER"
 
@@ -123,11 +125,9 @@ class RunFolder:
         return next((line for line in lines if line), None)
 
     def _write(self, name: str, text: str) -> None:
-        # Written beside and renamed: whoever reads it finds all of it or nothing.
-        unfinished = self.path / f".{name}.{os.getpid()}"
         try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self.path / name)
+            # Of use while the launcher lives only: no wait for a disk that checkpoints keep busy.
+            write_text(self.path / name, text, synced=False)
         except FileNotFoundError:
             # The launcher has gone and taken the folder with it: nobody is left to read the note.
             return

@@ -13,11 +13,11 @@ import uuid
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
-from torchtune_cp.cli.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
-from torchtune_cp.config.suggest import did_you_mean
+from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
+from torchtune_cp.launch.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
 
-#: The backends of ``cli.rendezvous``, as torch's agent is told, and their own settings.
+#: The backends of ``launch.rendezvous``, as torch's agent is told, and their own settings.
 ONE_NODE, STATIC, DYNAMIC = "tune_one_node", "tune_static", "tune_c10d"
 TIMEOUT, NODE_RANK = "tune_timeout", "tune_node_rank"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_cp.cli.launcher import _first_cause
+from torchtune_cp.launch.launcher import _first_cause
 
 NOW = 1_700_000_000
 

@@ -1,7 +1,7 @@
 """Run several ``tune run`` at once, each in a process of its own, after one import of torch.
 
-``python -m tests.unit.cli.launchers JSON``: a list of ``{"argv", "after", "signal", "signal_after"}``, times
-in seconds. Prints a list of ``{"code", "said"}``.
+``python -m tests.unit.launch.launchers JSON``: a list of ``{"argv", "after", "signal", "signal_after"}``,
+times in seconds. Prints a list of ``{"code", "said"}``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).parents[3]
 def launch_all(launches: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Start them in ``folder``, wait for all, and return how each one ended."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.unit.cli.launchers", json.dumps(launches)],
+        [sys.executable, "-m", "tests.unit.launch.launchers", json.dumps(launches)],
         cwd=folder,
         env={
             **{k: v for k, v in os.environ.items() if k != "TUNE_TRACEBACK"},

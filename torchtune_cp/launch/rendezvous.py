@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchtune_cp.cli.addresses import (
+from torchtune_cp.launch.addresses import (
     LOOPBACK,
     AddressError,
     is_loopback,
@@ -40,8 +40,8 @@ from torchtune_cp.cli.addresses import (
     shown,
     wait_for_store,
 )
-from torchtune_cp.cli.arrivals import Arrivals, Node, NotAllCame, Refused
-from torchtune_cp.cli.rendezvous_options import DYNAMIC, NODE_RANK, ONE_NODE, STATIC, TIMEOUT
+from torchtune_cp.launch.arrivals import Arrivals, Node, NotAllCame, Refused
+from torchtune_cp.launch.rendezvous_options import DYNAMIC, NODE_RANK, ONE_NODE, STATIC, TIMEOUT
 
 
 def register() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,11 +12,10 @@ from torch import Tensor
 from torchtune_cp.checkpointing.resume_point import ResumePoint
 from torchtune_cp.config import FullFinetuneConfig
 from torchtune_cp.data import ResumableLoader
-from torchtune_cp.training.step import micro_batches
 
 
 @dataclass
-class RunPosition:
+class TrainingProgress:
     """Counts a run's optimizer steps; starts at the beginning or where a checkpoint was taken.
 
     Attributes:
@@ -48,8 +47,8 @@ class RunPosition:
 
     @classmethod
     def start(
-        cls, cfg: FullFinetuneConfig, loader: ResumableLoader, found: ResumePoint | None
-    ) -> RunPosition:
+        cls, cfg: FullFinetuneConfig, loader: ResumableLoader, resumed: ResumePoint | None
+    ) -> TrainingProgress:
         """Stand at the beginning of a run, or move the loader and the counts to a saved place.
 
         The place in the data is kept in samples, so it also holds for another global batch size.
@@ -58,7 +57,7 @@ class RunPosition:
         Args:
             cfg: The run's config.
             loader: The training data.
-            found: A checkpoint whose state holds :meth:`record`, or nothing, or weights alone.
+            resumed: A checkpoint whose state holds :meth:`record`, or nothing, or weights alone.
 
         Raises:
             UserError: The data is not that of the checkpoint.
@@ -72,7 +71,7 @@ class RunPosition:
             save_every=cfg.save_every_n_steps,
             save_every_epoch=cfg.save_every_epoch,
         )
-        saved = None if found is None else found.state
+        saved = None if resumed is None else resumed.state
         if saved is not None:
             loader.load_state_dict(dict(saved["loader"]))
             position.step = saved["step"]
@@ -113,7 +112,7 @@ class RunPosition:
 
     @property
     def validation_due(self) -> bool:
-        """Whether to validate here: before the first step, after the last, and in between as told."""
+        """Whether to validate here: before the first step, after the last, and every so many steps."""
         if self.step in (0, self.total_steps):
             return True
         return self.validate_every is not None and self.step % self.validate_every == 0
@@ -144,7 +143,7 @@ class RunPosition:
         self.loader.set_epoch(epoch)
         left = self._steps_left_in_epoch()
         self._ends_epoch_at = self.step_in_epoch + left
-        return islice(micro_batches(self.loader, self.accumulation), left)
+        return islice(_micro_batches(self.loader, self.accumulation), left)
 
     def advance(self) -> None:
         """Count an optimizer step."""
@@ -164,3 +163,20 @@ class RunPosition:
     def _steps_left_in_epoch(self) -> int:
         steps = -(-self.loader.steps_left // self.accumulation)
         return self._limited(steps, self.step_in_epoch)
+
+
+def _micro_batches(
+    loader: Iterable[dict[str, Tensor]], count: int
+) -> Iterator[list[dict[str, Tensor]]]:
+    """Group a loader's batches into optimizer steps.
+
+    All micro-batches of a step are read before its first forward pass: the number of label tokens in
+    the global step is the denominator of every one of them.
+
+    Args:
+        loader: Yields batches (token ids: small).
+        count: Micro-batches per step. A last, incomplete group is yielded too.
+    """
+    iterator = iter(loader)
+    while group := list(islice(iterator, count)):
+        yield group

@@ -9,7 +9,7 @@ from torchtune_cp.planner.devices import Device
 
 
 @dataclass(frozen=True)
-class World:
+class Cluster:
     """Where a run would stand.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.cli.launchers import launch_all
+from tests.unit.launch.launchers import launch_all
 
 pytestmark = pytest.mark.distributed
 

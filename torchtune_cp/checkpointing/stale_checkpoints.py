@@ -13,8 +13,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtune_cp.checkpointing.durable import sync
 from torchtune_cp.checkpointing.training_state_store import list_checkpoints
+from torchtune_cp.durable import first_free, sync, write_text
 
 _LOG = logging.getLogger(__name__)
 _NOTE_NAME = ".of_an_earlier_run.json"
@@ -26,8 +26,8 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def noted_earlier(own: Path) -> set[str]:
-    """Return the names that :func:`note_earlier` has noted.
+def noted_stale(own: Path) -> set[str]:
+    """Return the names that :func:`note_stale` has noted.
 
     Args:
         own: The run's folder of checkpoints.
@@ -35,11 +35,11 @@ def noted_earlier(own: Path) -> set[str]:
     try:
         names = json.loads((own / _NOTE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return set()  # nothing was noted, or a crash tore the note: all of them count
+        return set()  # nothing was noted, or the note is damaged: all of them count
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
-def note_earlier(own: Path, folders: Sequence[Path]) -> None:
+def note_stale(own: Path, folders: Sequence[Path]) -> None:
     """Note which checkpoints in a run's folder the run does not continue.
 
     Args:
@@ -51,7 +51,7 @@ def note_earlier(own: Path, folders: Sequence[Path]) -> None:
     """
     note = own / _NOTE_NAME
     if folders:
-        note.write_text(json.dumps([folder.name for folder in folders]), encoding="utf-8")
+        write_text(note, json.dumps([folder.name for folder in folders]))
     else:
         note.unlink(missing_ok=True)
 
@@ -68,10 +68,8 @@ def set_aside(own: Path, folders: Sequence[Path]) -> None:
     """
     there = [folder for folder in list_checkpoints(own) if folder in folders]
     if there:
-        number = 1
         real = own.resolve()  # a link leads to another disk, and a rename does not
-        while (aside := real.with_name(f"{own.name}.earlier_{number}")).exists():
-            number += 1
+        aside = first_free(lambda number: real.with_name(f"{own.name}.earlier_{number}"))
         aside.mkdir()
         for folder in there:
             folder.rename(aside / folder.name)
@@ -86,4 +84,4 @@ def set_aside(own: Path, folders: Sequence[Path]) -> None:
             own,
             aside,
         )
-    note_earlier(own, ())
+    note_stale(own, ())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from torchtune_cp.config.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
+from torchtune_cp.launch.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
 
 #: What the ranks are sent; the reason stands in the run's folder.
 _REQUEST = signal.SIGUSR1
@@ -19,7 +19,7 @@ _REQUEST = signal.SIGUSR1
 _LAST_SECONDS = 3.0
 
 
-class StopRelay:
+class SignalRelay:
     """The launcher's handlers of SIGTERM, SIGINT and SIGUSR1.
 
     Attributes:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_cp.config.run_folder import RunFolder
+from torchtune_cp.launch.run_folder import RunFolder
 
 MAKE_ONE_AND_WAIT = """
-from torchtune_cp.config.run_folder import RunFolder
+from torchtune_cp.launch.run_folder import RunFolder
 print(RunFolder.create().path, flush=True)
 input()
 """

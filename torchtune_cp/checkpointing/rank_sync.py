@@ -16,7 +16,7 @@ Note = TypeVar("Note")
 _LONGEST_WAIT = timedelta(hours=12)
 
 
-class Agreement:
+class RankSync:
     """A meeting point of all ranks for the time of a save; with one process it does nothing."""
 
     def __init__(self) -> None:

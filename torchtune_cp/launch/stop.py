@@ -22,14 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtune_cp.config.entry_point import end_by_signal
-from torchtune_cp.config.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
+from torchtune_cp.launch.process import end_by_signal
+from torchtune_cp.launch.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
 
-_log = logging.getLogger("torchtune_cp.training.stop")
+_log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """This rank's ear for signals, and the ranks' agreement on them.
+    """The signals that this rank has received, and whether any rank has received one.
 
     From its construction on signals no longer end the process; :meth:`close` gives them back.
     Outside the main thread no handlers can be installed: the other ranks' requests still count.

@@ -1,7 +1,8 @@
-"""Files and renames that survive a power cut, and folders that go away in one step.
+"""Files and folders that appear under their name when they are complete, and go away in one step.
 
-A checkpoint is written under a hidden name beside its final one and renamed when it is complete; so
-a folder with a final name is complete at every moment, whatever the process or the machine did.
+Everything that others may read is written under a hidden name beside its final one and renamed when
+it is complete; so what has a final name is complete at every moment, whatever the process or the
+machine did.
 """
 
 import errno
@@ -9,8 +10,12 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
 _log = logging.getLogger(__name__)
 
@@ -41,21 +46,50 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Write a new file and wait until it is on the disk.
+@contextmanager
+def whole_file(final: Path, *, mode: int = 0o666, synced: bool = True) -> Iterator[BinaryIO]:
+    """Open a file to be written; it takes its name, and another's place, when the block has ended.
+
+    An error in the block leaves what was there as it was.
 
     Args:
-        path: The file; it must not exist.
-        text: Its content, written as UTF-8.
+        final: The file's final place.
         mode: Who may read it, within what the process's mask allows.
+        synced: Whether to wait until it is on the disk: so that a power cut leaves the old file or the
+            new one. Without it that holds for the end of the process only.
 
     Raises:
-        OSError: The file exists or the disk could not take it.
+        OSError: The disk could not take it.
     """
-    with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = hidden_name(final, TEMPORARY_SUFFIX)
+    try:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
+            yield file
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if synced:
+        sync(final.parent)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o666, synced: bool = True) -> None:
+    """Write a file at once, as :func:`whole_file` does.
+
+    Args:
+        path: The file; an earlier one is replaced.
+        text: Its content, written as UTF-8.
+        mode: Who may read it, within what the process's mask allows.
+        synced: Whether to wait until it is on the disk.
+
+    Raises:
+        OSError: The disk could not take it.
+    """
+    with whole_file(path, mode=mode, synced=synced) as file:
+        file.write(text.encode())
 
 
 def make_folders(path: Path) -> None:
@@ -80,31 +114,39 @@ def hidden_name(final: Path, suffix: str) -> Path:
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{suffix}")
 
 
-def rename_into_place(temporary: Path, final: Path) -> None:
-    """Give a complete folder its final name; an earlier folder of that name is deleted afterwards.
+def first_free(named: Callable[[int], Path]) -> Path:
+    """Return the first of some numbered paths that is not in use.
+
+    Args:
+        named: Gives the path of a number, from 1 on.
+    """
+    return next(path for path in map(named, count(1)) if not os.path.lexists(path))
+
+
+def rename_into_place(temporary: Path, final: Path, replaced: Path) -> None:
+    """Give a complete folder its final name; an earlier folder of that name is moved aside.
 
     Args:
         temporary: The complete folder, every file of it on the disk.
         final: Its final place in the same parent.
+        replaced: Where an earlier folder goes, in the same parent; nothing stands there.
 
     Raises:
-        OSError: The rename failed; an earlier folder stands where it stood.
+        OSError: The rename failed, or something else than a folder stands at the final place; what
+            stood there stands there still.
     """
-    replaced: Path | None = None
-    if final.exists():
+    earlier = os.path.lexists(final)
+    if earlier:
         if not final.is_dir():
             raise FileExistsError(errno.EEXIST, "it exists and is not a folder", str(final))
-        replaced = hidden_name(final, REPLACED_SUFFIX)
         final.rename(replaced)
     try:
         temporary.rename(final)
     except OSError:
-        if replaced is not None:
+        if earlier:
             replaced.rename(final)
         raise
     sync(final.parent)
-    if replaced is not None:
-        remove_folder(replaced, final)
 
 
 def remove_folder(folder: Path, final: Path | None = None) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_cp.config.loopback import loopback_variables
+from torchtune_cp.launch.loopback import loopback_variables
 
 
 @pytest.fixture

@@ -17,18 +17,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_cp.cli.stop_relay import StopRelay
-from torchtune_cp.config import allow
-from torchtune_cp.config.entry_point import (
+from torchtune_cp.errors import EXIT_STOPPED, ConfigError
+from torchtune_cp.launch.loopback import loopback_variables
+from torchtune_cp.launch.process import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
     LAUNCHED_VARIABLE,
     TRACEBACK_VARIABLE,
+    usable_cores,
     wants_traceback,
 )
-from torchtune_cp.config.loopback import loopback_variables
-from torchtune_cp.config.run_folder import RUN_FOLDER_VARIABLE, STOP_SIGNALS, RunFolder
-from torchtune_cp.errors import EXIT_STOPPED, ConfigError
+from torchtune_cp.launch.run_folder import RUN_FOLDER_VARIABLE, STOP_SIGNALS, RunFolder
+from torchtune_cp.launch.signal_relay import SignalRelay
 
 _ELASTIC_LOGGERS = (
     "torch.distributed.elastic",
@@ -84,12 +84,14 @@ class RunSettings:
     Attributes:
         stop_grace_s: How long the ranks may take to save and leave after a signal.
         collective_timeout_s: What a rank that waits longer than this names.
+        with_current_folder: Whether the ranks import modules of the current folder, too.
         restart_point: Says from where a restart continues, as the end of a line for the user.
     """
 
     stop_grace_s: float = 300.0
     collective_timeout_s: float = 600.0
     restart_point: Callable[[], str] | None = None
+    with_current_folder: bool = False
 
 
 def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
@@ -107,14 +109,14 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
-    from torchtune_cp.cli import rendezvous
-    from torchtune_cp.cli.watchful_agent import AgentWatch, watched_agent
+    from torchtune_cp.launch import rendezvous
+    from torchtune_cp.launch.agent import AgentWatch, watched_agent
 
     settings = settings or RunSettings()
     rendezvous.register()
     folder = RunFolder.create()
     _choose_log_dir(args, folder)
-    relay = StopRelay(
+    relay = SignalRelay(
         folder, settings.stop_grace_s, lambda number: SignalException(f"got {number}", number)
     )
     args.signals_to_handle = _left_to_the_agent(args.signals_to_handle)
@@ -135,7 +137,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
 
     try:
         with (
-            _worker_environment(args, folder),
+            _worker_environment(args, folder, settings),
             _quiet_agent(),
             watched_agent(AgentWatch(relay.tick, may_restart, stopping)),
             relay.listening(),
@@ -170,7 +172,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
 
 
 def _left_to_the_agent(signals: str) -> str:
-    """Take out of torchrun's ``--signals-to-handle`` those that :class:`StopRelay` answers."""
+    """Take out of torchrun's ``--signals-to-handle`` those that :class:`SignalRelay` answers."""
     ours = {number.name for number in STOP_SIGNALS}
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
@@ -195,20 +197,21 @@ def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator[None]:
+def _worker_environment(
+    args: argparse.Namespace, folder: RunFolder, settings: RunSettings
+) -> Iterator[None]:
     """Set what the workers inherit, for the time of the run."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     wanted = {LAUNCHED_VARIABLE: str(os.getpid()), RUN_FOLDER_VARIABLE: str(folder.path)}
     processes = determine_local_world_size(args.nproc_per_node)
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
-        wanted["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // processes))
+        wanted["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
     if parse_min_max_nnodes(args.nnodes)[1] == 1:
         wanted |= loopback_variables()
-    # Else torch's c10d rendezvous opens a store for the ranks beside the one of cli.rendezvous.
+    # Else torch's c10d rendezvous opens a store for the ranks beside the one of launch.rendezvous.
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if allow.user_prefixes():
-        # They may lie in the current folder: as in the launcher, see cli.main.
+    if settings.with_current_folder:  # as in the launcher, see cli.main
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]
         wanted["PYTHONPATH"] = os.pathsep.join(paths)
     before = {name: os.environ.get(name) for name in wanted}
@@ -221,12 +224,6 @@ def _worker_environment(args: argparse.Namespace, folder: RunFolder) -> Iterator
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager
