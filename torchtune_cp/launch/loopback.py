@@ -6,8 +6,6 @@ import os
 import socket
 from pathlib import Path
 
-from torchtune_cp.config.path_checks import expand_home
-
 
 def loopback_variables() -> dict[str, str]:
     """Return the variables that have gloo and NCCL listen on the loopback interface alone.
@@ -28,7 +26,8 @@ def loopback_variables() -> dict[str, str]:
 
 def _nccl_file_names_an_interface() -> bool:
     own = os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf")
-    for path in (Path("/etc/nccl.conf"), expand_home(own)):
+    # Not Path.expanduser, which raises for a user who is not there.
+    for path in (Path("/etc/nccl.conf"), Path(os.path.expanduser(own))):
         try:
             if "NCCL_SOCKET_IFNAME" in path.read_text(encoding="utf-8", errors="replace"):
                 return True
