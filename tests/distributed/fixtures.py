@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from torchtune_cp.distributed import Meshes, ParallelDims
 from torchtune_cp.errors import UserError
 
 VOCAB, DIM = 64, 32
@@ -169,8 +172,31 @@ def recipe_config(folder: Path | None, output_dir: Path, **overrides: Any) -> An
     return OmegaConf.merge(OmegaConf.create(base), OmegaConf.create(overrides))
 
 
-def run_recipe(cfgs: list[Any], stores: Path, name: str = "full_finetune_distributed") -> None:
-    """Run a recipe on this rank once per config, in a fresh process group each time."""
+@functools.cache
+def _keep_group_and_meshes() -> None:
+    """Let the runs of this process share its process group, and those with the same degrees their meshes.
+
+    A recipe has a process for itself, and a third of a tiny run's time goes into what torch works out once
+    for each mesh. Runs still share nothing else: models, optimizers and loaders are built anew.
+    """
+    build = Meshes.build.__func__  # type: ignore[attr-defined]
+    built: dict[Any, Meshes] = {}
+
+    def build_once(
+        cls: type[Meshes], dims: ParallelDims, device_type: str, *, shard: bool = True
+    ) -> Meshes:
+        key = (dataclasses.astuple(dims), device_type, shard)
+        if key not in built:
+            built[key] = build(cls, dims, device_type, shard=shard)
+        return built[key]
+
+    Meshes.build = classmethod(build_once)  # type: ignore[method-assign, assignment]
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+
+
+def run_recipe(cfgs: list[Any], name: str = "full_finetune_distributed") -> None:
+    """Run a recipe on this rank once per config, all in the rank's process group."""
     from torchtune_cp import config
     from torchtune_cp.config import to_typed
 
@@ -178,12 +204,6 @@ def run_recipe(cfgs: list[Any], stores: Path, name: str = "full_finetune_distrib
     sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
     recipe = importlib.import_module(name)
     schema = {"esm2_mlm_distributed": config.MaskedLMConfig}.get(name, config.FullFinetuneConfig)
-
-    stores.mkdir(exist_ok=True)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for i, cfg in enumerate(cfgs):
-        if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", init_method=f"file://{stores}/store{i}", rank=rank, world_size=world
-            )
+    _keep_group_and_meshes()
+    for cfg in cfgs:
         recipe.main.__wrapped__(to_typed(cfg, schema))

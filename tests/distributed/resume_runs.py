@@ -84,18 +84,17 @@ def adamw_config(output_dir: Path, mesh: str = "single", **overrides: Any) -> An
     return recipe_config(None, output_dir, **{**settings, **overrides})
 
 
-def run_all(cfgs: list[Any], stores: Path) -> list[list[int]]:
+def run_all(cfgs: list[Any]) -> list[list[int]]:
     """Run the recipe once per config; return the samples that this rank has read in each run."""
-    stores.mkdir(parents=True, exist_ok=True)
     read = []
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         _READ.clear()
-        run_recipe([cfg], stores / str(i))
+        run_recipe([cfg])
         read.append(list(_READ))
     return read
 
 
-def run_all_with_messages(cfgs: list[Any], stores: Path) -> list[list[str]]:
+def run_all_with_messages(cfgs: list[Any]) -> list[list[str]]:
     """Run the recipe once per config; return the log lines of each, with the error it ended in."""
     messages: list[list[str]] = []
 
@@ -104,11 +103,10 @@ def run_all_with_messages(cfgs: list[Any], stores: Path) -> list[list[str]]:
             messages[-1].append(f"{record.levelname} {record.getMessage()}")
 
     logging.getLogger("torchtune_cp").addHandler(Keep())
-    stores.mkdir(parents=True, exist_ok=True)
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         messages.append([])
         try:
-            run_recipe([cfg], stores / str(i))
+            run_recipe([cfg])
         except Exception as error:  # noqa: BLE001 - returned to the test
             messages[-1].append(f"{type(error).__name__} {error}")
     return messages

@@ -41,15 +41,15 @@ def samples_of_many_lengths(tokenizer=None):
     return Samples([{"tokens": row, "labels": row} for row in rows])
 
 
-def _compiled(cfgs, stores, backend):
+def _compiled(cfgs, backend):
     """Run the configs; returns for each the graphs compiled and the graph breaks."""
     seen = []
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         torch._dynamo.reset()
         counters.clear()
         counter = CompileCounterWithBackend(backend)
         setup.compile_layers = partial(compile_module.compile_layers, backend=counter)
-        run_recipe([cfg], stores / str(i))
+        run_recipe([cfg])
         seen.append((counter.frame_count, dict(counters["graph_break"])))
     return seen
 
@@ -92,8 +92,7 @@ def _check_step(output, reference):
 
 
 def _run(tmp_path, world, cfgs, backend):
-    (tmp_path / "stores").mkdir()
-    by_rank = run_ranks(world, _compiled, cfgs, tmp_path / "stores", backend)
+    by_rank = run_ranks(world, _compiled, cfgs, backend)
     for rank in by_rank[1:]:
         assert rank == by_rank[0]
     return by_rank[0]

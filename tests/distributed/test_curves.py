@@ -51,7 +51,7 @@ def test_loss_curves_of_all_meshes_are_one_curve(tmp_path):
     for world, meshes in {1: [(1, 1)], 2: [(1, 2)], 4: [(1, 4), (2, 2)]}.items():
         folders = [tmp_path / f"dp{dp}_cp{cp}" for dp, cp in meshes]
         cfgs = [_config(f, dp, cp) for f, (dp, cp) in zip(folders, meshes, strict=True)]
-        run_ranks(world, run_recipe, cfgs, tmp_path / f"stores{world}")
+        run_ranks(world, run_recipe, cfgs)
         for folder in folders:
             curves[folder.name] = read_metrics(folder / "metrics.jsonl")
     reference = curves.pop("dp1_cp1")

@@ -82,7 +82,7 @@ def test_weights_equal_a_plain_loop_over_proteins(tmp_path, world):
     save_esm2(tmp_path / "base")
     reference = reference_step(tmp_path / "base", LR)
     runs = dict(_runs(tmp_path, world))
-    run_ranks(world, run_recipe, list(runs.values()), tmp_path / "stores", "esm2_mlm_distributed")
+    run_ranks(world, run_recipe, list(runs.values()), "esm2_mlm_distributed")
     for name in runs:
         (line,) = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         assert line["tokens"] == reference["tokens"], name

@@ -157,9 +157,9 @@ def _runs(folder):
 def curves(tmp_path_factory):
     folder = tmp_path_factory.mktemp("esm2")
     runs = _runs(folder)
-    run_ranks(2, run_recipe, list(runs.values()), folder / "stores", RECIPE)
+    run_ranks(2, run_recipe, list(runs.values()), RECIPE)
     single = {"single": _config(folder / "single", 1, 1)}
-    run_ranks(1, run_recipe, list(single.values()), folder / "single_stores", RECIPE)
+    run_ranks(1, run_recipe, list(single.values()), RECIPE)
     found = {name: read_metrics(folder / name / "metrics.jsonl") for name in (*runs, *single)}
     return {**found, "folder": folder}
 
@@ -251,10 +251,10 @@ def raising(tokenizer=None):
     return _Raises()
 
 
-def _run_and_tell(cfg, stores):
+def _run_and_tell(cfg):
     started = time.monotonic()
     try:
-        run_recipe([cfg], stores, RECIPE)
+        run_recipe([cfg], RECIPE)
     except Exception as error:  # noqa: BLE001
         return str(error), time.monotonic() - started
     return None
@@ -272,7 +272,7 @@ def test_a_dataset_that_raises_ends_all_ranks_with_its_error(tmp_path):
         dataset_val=None,
     )
     del cfg.dataset["max_rows"]
-    told = run_ranks(4, _run_and_tell, cfg, tmp_path / "stores")
+    told = run_ranks(4, _run_and_tell, cfg)
     assert all(text == "protein 5 cannot be read" for text, _ in told), told
     assert all(seconds < 60 for _, seconds in told)
 

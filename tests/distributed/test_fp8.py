@@ -219,10 +219,10 @@ def _collectives_of_a_forward(cfg):
     return counts
 
 
-def _count_then_run(cfgs, counted, stores):
+def _count_then_run(cfgs, counted):
     os.environ["TUNE_ALLOW_COMPONENTS"] = "tests"
     counts = {cfg.fp8_recipe_name: _collectives_of_a_forward(cfg) for cfg in counted}
-    run_recipe(cfgs, stores)
+    run_recipe(cfgs)
     return counts
 
 
@@ -252,7 +252,7 @@ def test_steps_equal_a_single_process_float8_run(tmp_path, world, recipes):
         for name, mesh in MESHES[world].items()
         for recipe in recipes
     ]
-    run_ranks(world, run_recipe, cfgs, tmp_path / "stores")
+    run_ranks(world, run_recipe, cfgs)
     samples = uneven_samples().samples
     for recipe in recipes:
         steps = STEPS[recipe]
@@ -289,7 +289,7 @@ def test_it_combines_and_what_fsdp_sends(tmp_path):
         for name, overrides in variants.items()
     ]
     counted = [_config(base, tmp_path, recipe, **mesh) for recipe in ("tensorwise", "rowwise")]
-    counts = run_ranks(2, _count_then_run, cfgs, counted, tmp_path / "stores")
+    counts = run_ranks(2, _count_then_run, cfgs, counted)
 
     saved = {name: load_file(tmp_path / name / "final" / "model.safetensors") for name in variants}
     for key, weight in saved["float8"].items():

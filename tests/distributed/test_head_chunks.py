@@ -168,7 +168,7 @@ def _configs(folder, case):
     ]
 
 
-def _run_and_watch(cfgs, stores):
+def _run_and_watch(cfgs):
     """Run the recipe; return the numbers of query heads that were attended to at a time, by run."""
     from torchtune_cp.distributed.context_parallel.head_chunks import KeysAndValues
 
@@ -179,11 +179,10 @@ def _run_and_watch(cfgs, stores):
         return plain(self, query, *args)
 
     KeysAndValues.attend = attend
-    stores.mkdir(exist_ok=True)
     watched = []
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         seen.clear()
-        run_recipe([cfg], stores / str(i))
+        run_recipe([cfg])
         watched.append(set(seen))
     return watched
 
@@ -199,7 +198,7 @@ def _check(folder, world, cases):
     for model in {case[1] for case in cases}:
         _save(folder / model, model)
     cfgs = [cfg for case in cases for cfg in _configs(folder, case)]
-    for rank in run_ranks(world, _run_and_watch, cfgs, folder / "stores"):
+    for rank in run_ranks(world, _run_and_watch, cfgs):
         for case, with_chunks, without in zip(cases, rank[::2], rank[1::2], strict=True):
             assert with_chunks == {HEADS // case[4]}, case[0]
             assert without == set(), case[0]
@@ -240,7 +239,7 @@ def test_bfloat16_with_chunks_is_no_further_from_float32_than_without(tmp_path):
     for _, model, *_ in cases:
         _save(tmp_path / model, model)
     cfgs = [cfg for case in cases for cfg in _configs(tmp_path, case)]
-    run_ranks(2, _run_and_watch, cfgs, tmp_path / "stores")
+    run_ranks(2, _run_and_watch, cfgs)
     for name, model, *_ in cases:
         reference = reference_step(tmp_path / model, uneven_samples(), LR)["after"]
 

@@ -91,7 +91,7 @@ def _cases(world, every):
             yield f"{mesh_name}_{name}", {"loss": LOSS} | mesh | shape | ADAMW | ADAMW_CASES[name]
 
 
-def _run_and_watch(cfgs, stores):
+def _run_and_watch(cfgs):
     """Run the recipe; return per run the tiles' lengths, offloaded bytes, and where steps were made."""
     from torchtune_cp.models.transformer import TransformerLayer
     from torchtune_cp.training import optim_in_bwd, optim_on_host, setup
@@ -119,9 +119,9 @@ def _run_and_watch(cfgs, stores):
     setup.apply_activation_offloading = offload
     optim_on_host.step_alone = step_alone
     watched = []
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         seen |= {"tokens": set(), "threads": [], "offload": None}
-        run_recipe([cfg], stores / str(i))
+        run_recipe([cfg])
         moved = seen["offload"].moved_bytes if seen["offload"] else 0
         watched.append((max(seen["tokens"]), moved, seen["threads"]))
     return watched
@@ -156,9 +156,8 @@ def _assert_same_run(folder, expected):
 def test_runs_equal_those_without_the_levers_and_each_lever_is_on(tmp_path, world, every):
     save_llama(tmp_path / "base")
     cases = dict(_cases(world, every))
-    (tmp_path / "stores").mkdir()
     cfgs = [recipe_config(tmp_path / "base", tmp_path / name, **o) for name, o in cases.items()]
-    watched = run_ranks(world, _run_and_watch, cfgs, tmp_path / "stores")
+    watched = run_ranks(world, _run_and_watch, cfgs)
 
     reference = reference_step(tmp_path / "base", uneven_samples(), SGD_LR)
     parameters = len(reference["after"])
@@ -198,7 +197,7 @@ def test_state_on_the_host_is_saved_and_resumed_with_the_lever_and_without(tmp_p
         resumed("on_host_from_ordinary", "ordinary", **ON_HOST),
         resumed("ordinary_from_on_host", "on_host"),
     ]
-    run_ranks(2, run_all, cfgs, tmp_path / "stores")
+    run_ranks(2, run_all, cfgs)
     assert lines(tmp_path / "on_host") == lines(tmp_path / "ordinary")
     expected = lines(tmp_path / "ordinary", after=3)
     assert len({line["loss"] for line in expected}) == 5
@@ -227,8 +226,7 @@ def test_replicas_with_shards_and_optimizer_on_the_host(tmp_path):
         recipe_config(tmp_path / "base", tmp_path / name, **{"loss": LOSS} | mesh | overrides)
         for name, overrides in cases.items()
     ]
-    (tmp_path / "stores").mkdir()
-    watched = run_ranks(4, _run_and_watch, cfgs, tmp_path / "stores")
+    watched = run_ranks(4, _run_and_watch, cfgs)
     reference = reference_step(tmp_path / "base", uneven_samples(), SGD_LR)
     after = _weights(tmp_path / "sgd")
     for key, expected in reference["after"].items():
@@ -266,7 +264,6 @@ def test_tiles_with_compilation_and_with_float8(tmp_path):
         for name, pair in pairs.items()
         for i, overrides in enumerate(pair)
     ]
-    (tmp_path / "stores").mkdir()
-    run_ranks(2, _run_and_watch, cfgs, tmp_path / "stores")
+    run_ranks(2, _run_and_watch, cfgs)
     for name in pairs:
         _assert_same_run(tmp_path / f"{name}_1", tmp_path / f"{name}_0")

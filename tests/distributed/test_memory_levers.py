@@ -45,7 +45,7 @@ MODES = {
 }
 
 
-def _run_and_watch(cfgs, stores):
+def _run_and_watch(cfgs):
     """Run the recipe; return per run what was offloaded and what FSDP was told of it."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -64,10 +64,10 @@ def _run_and_watch(cfgs, stores):
         return shard(*args, **kwargs)
 
     setup.apply_activation_offloading, fsdp.fully_shard = watched_apply, watched_shard
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         offloads.append(None)
         policies.append(set())
-        run_recipe([cfg], stores / str(i))
+        run_recipe([cfg])
     return [
         (None if o is None else (o.moved_bytes, o.fetched_bytes, o.host_bytes), p)
         for o, p in zip(offloads, policies, strict=True)
@@ -107,9 +107,8 @@ def test_the_step_equals_a_plain_loop_and_each_lever_is_on(tmp_path, world):
     save_llama(tmp_path / "base")
     reference = reference_step(tmp_path / "base", uneven_samples(), LR)
     cases = dict(_cases(world))
-    (tmp_path / "stores").mkdir()
     cfgs = [recipe_config(tmp_path / "base", tmp_path / name, **o) for name, o in cases.items()]
-    watched = run_ranks(world, _run_and_watch, cfgs, tmp_path / "stores")
+    watched = run_ranks(world, _run_and_watch, cfgs)
     for name in cases:
         _assert_step(tmp_path / name, reference)
     for rank in watched:
@@ -146,7 +145,7 @@ def test_compiled_layers_with_checkpointing_by_operator_and_offloading_give_the_
         )
         for name, mode in modes.items()
     ]
-    run_ranks(2, run_recipe, cfgs, tmp_path / "stores")
+    run_ranks(2, run_recipe, cfgs)
     for name in modes:
         _assert_step(tmp_path / name, reference)
 

@@ -169,11 +169,11 @@ def _norms_of_placements():
     return norm.total(), torch.cat(grads).norm()
 
 
-def _watch_then_run(cfgs, stores):
+def _watch_then_run(cfgs):
     os.environ["TUNE_ALLOW_COMPONENTS"] = "tests"
     norms = [_norms_of_placements()] if torch.distributed.get_world_size() == 4 else []
     alive = [_gradients_alive(cfg) for cfg in cfgs]
-    run_recipe(cfgs, stores)
+    run_recipe(cfgs)
     return norms, alive
 
 
@@ -186,7 +186,7 @@ def test_a_run_equals_a_plain_loop_and_the_ordinary_optimizer_and_frees_gradient
     one = reference_step(tmp_path / "base", uneven_samples(), SGD_LR)
     three = _plain_adamw(tmp_path / "base")
     cfgs = list(_configs(tmp_path / "base", tmp_path, world))
-    watched = run_ranks(world, _watch_then_run, cfgs, tmp_path / "stores")
+    watched = run_ranks(world, _watch_then_run, cfgs)
     for norms, alive in watched:
         for norm, expected in norms:
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)

@@ -134,17 +134,16 @@ def _logits_of_documents():
     return results
 
 
-def _both(cfgs, stores):
+def _both(cfgs):
     logits = _logits_of_documents()
-    torch.distributed.destroy_process_group()
-    run_recipe(cfgs, stores)
+    run_recipe(cfgs)
     return logits
 
 
 def _run(tmp_path, world, layouts):
     save_llama(tmp_path / "base")
     cfgs = [_config(tmp_path / "base", tmp_path / name, **overrides) for name, overrides in layouts]
-    for logits in run_ranks(world, _both, cfgs, tmp_path / "stores"):
+    for logits in run_ranks(world, _both, cfgs):
         # Case N5: the changed document from its changed token on, and not one logit elsewhere.
         assert set(logits.values()) == {(True, 0)}, logits
 
@@ -169,7 +168,7 @@ def test_packed_training_equals_a_plain_loop_over_the_documents(tmp_path, world)
 def test_one_process_keeps_the_documents_of_a_pack_apart(tmp_path):
     save_llama(tmp_path / "base")
     cfg = _config(tmp_path / "base", tmp_path / "cp1", batch_size=4)
-    run_ranks(1, run_recipe, [cfg], tmp_path / "stores")
+    run_ranks(1, run_recipe, [cfg])
     reference = reference_step(tmp_path / "base", documents(), LR)
     assert check_step(tmp_path / "cp1", reference) == 1.0
 
@@ -208,7 +207,7 @@ def test_compiled_layers_make_the_same_packed_step(tmp_path):
         for method in METHODS
         for checkpointed in (False, True)
     }
-    run_ranks(2, run_recipe, list(cfgs.values()), tmp_path / "stores")
+    run_ranks(2, run_recipe, list(cfgs.values()))
     reference = reference_step(tmp_path / "base", documents(), LR)
     for name in cfgs:
         check_step(tmp_path / name, reference)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.resume_runs import (
@@ -66,7 +64,7 @@ def test_resuming_is_exact_on_the_mesh_and_close_on_another(tmp_path):
         straight("accumulate", **accumulate),
         resumed("accumulate", 3, **accumulate),
     ]
-    read = run_ranks(4, run_all, cfgs, tmp_path / "stores")
+    read = run_ranks(4, run_all, cfgs)
 
     assert sorted(path.name for path in kept.iterdir()) == ["step_3", "step_4", "step_6", "step_8"]
     whole = lines(out["straight"])
@@ -116,7 +114,7 @@ def test_a_checkpoint_is_taken_apart_and_put_together_again_on_another_mesh(tmp_
         )
         for before, after in pairwise(chain)
     ]
-    run_ranks(4, _save_then_chain, first, cfgs, tmp_path / "stores")
+    run_ranks(4, _save_then_chain, first, cfgs)
     tensors = {name: whole_tensors(tmp_path / name / "checkpoints" / "step_2") for name in chain}
     names = set(tensors["dp2_cp2"])
     assert {name.split(".")[0] for name in names} == {"model", "optimizer"}
@@ -130,14 +128,8 @@ def test_a_checkpoint_is_taken_apart_and_put_together_again_on_another_mesh(tmp_
         assert not torch.equal(later[name], tensors["dp2_cp2"][name]), name
 
 
-def _save_then_chain(first, cfgs, stores: Path) -> None:
-    run_all([first], stores)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{stores}/chain",
-        rank=int(os.environ["RANK"]),
-        world_size=4,
-    )
+def _save_then_chain(first, cfgs) -> None:
+    run_all([first])
     for cfg in cfgs:
         load_and_save_again(cfg)
 
@@ -153,9 +145,9 @@ def test_the_whole_matrix_of_meshes(tmp_path, saved_on):
     def resumed(mesh: str):
         return adamw_config(tmp_path / mesh, mesh, resume_from_checkpoint=point)
 
-    run_ranks(4, run_all, [cfg, *map(resumed, FOUR)], tmp_path / "stores4")
-    run_ranks(2, run_all, [resumed("cp2")], tmp_path / "stores2")
-    run_ranks(1, run_all, [resumed("single")], tmp_path / "stores1")
+    run_ranks(4, run_all, [cfg, *map(resumed, FOUR)])
+    run_ranks(2, run_all, [resumed("cp2")])
+    run_ranks(1, run_all, [resumed("single")])
     straight = lines(first, after=3)
     assert len(straight) == 5
     for mesh in MESHES:
@@ -192,6 +184,6 @@ def test_resuming_is_exact_with_each_option(tmp_path, options):
         options["model"] = {**adamw_config(tmp_path).model, **options["model"]}
     point = str(tmp_path / "straight" / "checkpoints" / "step_3")
     cfgs = [cfg("straight", save_every_n_steps=3), cfg("resumed", resume_from_checkpoint=point)]
-    run_ranks(world, run_all, cfgs, tmp_path / "stores")
+    run_ranks(world, run_all, cfgs)
     assert lines(tmp_path / "resumed") == lines(tmp_path / "straight", after=3)
     assert len(lines(tmp_path / "resumed")) == 5

@@ -105,7 +105,7 @@ def test_weights_loss_and_norm_equal_a_plain_loop_after_one_step(tmp_path, world
         cfgs.append(recipe_config(tmp_path / "base", tmp_path / name, **overrides))
         samples = cfgs[-1].dataset["_component_"].rpartition(".")[2]
         expected[name] = references[samples.replace("one_unlabelled_micro_batch", "uneven_samples")]
-    run_ranks(world, run_recipe, cfgs, tmp_path / "stores")
+    run_ranks(world, run_recipe, cfgs)
     for name, reference in expected.items():
         (line,) = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         assert line["tokens"] == reference["tokens"]
@@ -146,7 +146,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tmp_path):
         dtype="bf16",
         optimizer={"lr": LR},
     )
-    run_ranks(2, run_recipe, [cfg], tmp_path / "stores")
+    run_ranks(2, run_recipe, [cfg])
     (line,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     assert line["loss"] == pytest.approx(reference["loss"], rel=5e-3)
     assert line["loss"] != pytest.approx(exact["loss"], rel=1e-6), "this was no bfloat16"
@@ -176,7 +176,7 @@ def test_compiled_layers_give_the_same_step(tmp_path):
         )
         for name in ("plain", "checkpointing")
     ]
-    run_ranks(2, run_recipe, cfgs, tmp_path / "stores")
+    run_ranks(2, run_recipe, cfgs)
     for name in ("plain", "checkpointing"):
         weights = load_file(tmp_path / name / "final" / "model.safetensors")
         for key, after in reference["after"].items():

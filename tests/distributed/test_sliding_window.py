@@ -71,7 +71,7 @@ def test_a_step_of_a_model_with_a_window_equals_transformers(tmp_path, world):
         for data in DATA
         for method, overrides in methods.items()
     }
-    run_ranks(world, run_recipe, list(cfgs.values()), tmp_path / "stores")
+    run_ranks(world, run_recipe, list(cfgs.values()))
     samples = {"uneven_samples": uneven_samples(), "packs": documents()}
     references = {
         data: reference_step(tmp_path / "base", given, LR) for data, given in samples.items()

@@ -149,13 +149,12 @@ class _FloatRows(MostRows):
         )
 
 
-def _watched(cfgs, stores):
+def _watched(cfgs):
     """Run the recipe once per config; the most rows of whole and of half logits in each run."""
-    stores.mkdir(exist_ok=True)
     rows = []
-    for i, cfg in enumerate(cfgs):
+    for cfg in cfgs:
         with _FloatRows(VOCAB) as whole, _FloatRows(VOCAB // 2) as half:
-            run_recipe([cfg], stores / str(i))
+            run_recipe([cfg])
         rows.append((whole.rows, half.rows))
     return rows
 
@@ -181,7 +180,7 @@ def _assert_steps_equal_the_plain_loop(folder, world, runs):
                 optimizer={"lr": LR},
             )
         )
-    by_rank = run_ranks(world, _watched, cfgs, folder / "stores")
+    by_rank = run_ranks(world, _watched, cfgs)
     for i, (name, (model, mesh, _, more)) in enumerate(runs.items()):
         reference, clip = references[model], more.get("clip_grad_norm")
         lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
@@ -341,7 +340,7 @@ def test_bfloat16_is_as_near_to_a_plain_loop_as_without_tensor_parallelism(tmp_p
         dtype="bf16",
         optimizer={"lr": LR},
     )
-    run_ranks(4, run_recipe, [cfg], tmp_path / "stores")
+    run_ranks(4, run_recipe, [cfg])
     (line,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     assert line["loss"] == pytest.approx(reference["loss"], rel=5e-3)
     weights = load_file(tmp_path / "out" / "final" / "model.safetensors")
@@ -374,7 +373,7 @@ def test_compiled_layers_give_the_same_step(tmp_path):
         )
     ]
     for cfg in cfgs:
-        run_ranks(2 * cfg.context_parallel_dim, run_recipe, [cfg], tmp_path / cfg.output_dir[-3:])
+        run_ranks(2 * cfg.context_parallel_dim, run_recipe, [cfg])
         (line,) = map(
             json.loads, (tmp_path / cfg.output_dir / "metrics.jsonl").read_text().splitlines()
         )
