@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.docs.pages import (
     shown_files,
     tune_commands,
 )
+from tests.forked import forked_python, forked_tune
 from torchtune_cp.cli import plan, run
 from torchtune_cp.cli.main import _parser, main
 from torchtune_cp.cli.recipe import Recipe
@@ -111,14 +111,10 @@ def real_run(command: Command, folder: Path) -> Path:
     page = CHECKOUT / command.source
     if page.suffix == ".md":
         write_shown_files(page, folder)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torchtune_cp", *command.words[1:], *SHORT],
+    ended = forked_tune(
+        [*command.words[1:], *SHORT],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **dict(command.variables)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return folder / "out"
@@ -137,13 +133,7 @@ def test_a_shown_run_of_the_tiny_config_trains_and_saves(command: Command, tmp_p
     where = "/tmp/torchtune_cp/tiny_llama"
     assert program.count(where) == 1
     if config_of(command) == "tiny/llama_cpu" and "~dataset" not in command.words:
-        done = subprocess.run(
-            [sys.executable, "-c", program.replace(where, str(output))],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        done = forked_python(program.replace(where, str(output)))
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(r"2 steps, last loss [\d.]+, a llama of \d+ parameters\n", done.stdout)
 

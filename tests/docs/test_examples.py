@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import CHECKOUT, PAGES, blocks, name_of, shown_files
+from tests.forked import forked_python, forked_torchrun
 
-TORCHRUN = (
-    *(sys.executable, "-m", "torch.distributed.run"),
-    *("--standalone", "--local-addr", "localhost"),
-)
+STANDALONE = ("--standalone", "--local-addr", "localhost")
 _PRINTED = [page for page in PAGES if any(b.is_output for b in blocks(page))]
 
 
@@ -36,13 +32,7 @@ def test_examples_print_what_the_page_shows(page: Path) -> None:
     pairs = [(a, b) for a, b in itertools.pairwise(found) if b.is_output]
     for example, output in pairs:
         assert example.language == "python"
-        done = subprocess.run(
-            [sys.executable, "-c", example.text],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = forked_python(example.text, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout == output.text
 
@@ -53,13 +43,7 @@ def test_the_loop_of_ones_own_gives_the_same_losses_on_one_and_two_ranks(tmp_pat
     program.write_text(shown_files(CHECKOUT / "docs/context_parallel.md")["cp_loop.py"])
     losses = []
     for world in (1, 2):
-        done = subprocess.run(
-            [*TORCHRUN, "--nproc_per_node", str(world), str(program)],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        done = forked_torchrun([*STANDALONE, "--nproc_per_node", str(world), str(program)])
         assert done.returncode == 0, done.stderr
         printed = re.findall(r"^step (\d) loss (\S+)$", done.stdout, re.MULTILINE)
         assert [step for step, _ in printed] == list("0123")
@@ -73,13 +57,7 @@ def test_the_loop_of_ones_own_gives_the_same_losses_on_one_and_two_ranks(tmp_pat
 def test_the_loop_around_the_loader_gives_each_rank_its_slices(tmp_path: Path) -> None:
     program = tmp_path / "cp_loader_loop.py"
     program.write_text(shown_files(CHECKOUT / "docs/esm2.md")["cp_loader_loop.py"])
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc_per_node", "2", str(program)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = forked_torchrun([*STANDALONE, "--nproc_per_node", "2", str(program)])
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"^two batches of \(1, [1-9]\d+\) tokens on each rank$", done.stdout, re.MULTILINE

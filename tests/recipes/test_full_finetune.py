@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.forked import forked_tune
 from tests.wandb_records import items, wandb_records
 from torchtune_cp.metrics import read_metrics
 
@@ -73,25 +75,15 @@ tune run --nproc_per_node 8 full_finetune_distributed --config llama3/8B_full \
 """
 
 
-def _tune(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    tune = Path(sys.executable).parent / "tune"
-    return subprocess.run(
-        command.replace("tune ", f"{tune} ", 1),
-        shell=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 @pytest.mark.distributed
 def test_the_missions_command_runs_word_for_word_and_logs_to_wandb(tmp_path):
     (tmp_path / "llama3").mkdir()
     out = tmp_path / "out"
     (tmp_path / "llama3" / "8B_full.yaml").write_text(LLAMA3_8B_FULL.format(out=out))
-    done = _tune(COMMAND.strip(), tmp_path, WANDB_MODE="offline")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    tune, *argv = shlex.split(COMMAND)
+    assert tune == "tune"
+    done = forked_tune(argv, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     lines = read_metrics(out / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -121,10 +113,18 @@ def test_a_dataset_that_raises_on_one_rank_ends_all_with_its_error(tmp_path):
     config["dataset"] = {"_component_": "tests.distributed.fixtures.raises_on_rank_one"}
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump(config))
     command = (
-        "tune run --nproc_per_node 4 full_finetune_distributed --config broken.yaml"
+        "run --nproc_per_node 4 full_finetune_distributed --config broken.yaml"
         " context_parallel_dim=2"
     )
-    done = _tune(command, tmp_path, TUNE_ALLOW_COMPONENTS="tests", PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtune_cp", *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "TUNE_ALLOW_COMPONENTS": "tests", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 1
     assert "sample 2 cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
@@ -134,11 +134,8 @@ def test_a_dataset_that_raises_on_one_rank_ends_all_with_its_error(tmp_path):
 def test_the_same_seed_and_mesh_give_the_same_numbers(tmp_path):
     runs = []
     for name in ("a", "b"):
-        done = _tune(
-            "tune run full_finetune_distributed --config tiny/llama_cpu max_steps_per_epoch=3"
-            f" output_dir={tmp_path / name}",
-            tmp_path,
-        )
+        command = "run full_finetune_distributed --config tiny/llama_cpu max_steps_per_epoch=3"
+        done = forked_tune([*command.split(), f"output_dir={tmp_path / name}"], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         runs.append([(x.get("loss"), x.get("grad_norm"), x.get("val_loss")) for x in lines])

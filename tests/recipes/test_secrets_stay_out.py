@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import forked_tune
 
 ROOT = Path(__file__).parents[2]
 PLANTED = {
@@ -52,22 +53,13 @@ def _tune(*argv: str, out: Path) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
         **INNOCENT,
         "WANDB_MODE": "offline",
         "WANDB_API_KEY": PLANTED["wandb key"],
         "HF_TOKEN": PLANTED["environment"],
         "HUGGING_FACE_HUB_TOKEN": PLANTED["environment"],
     }
-    return subprocess.run(
-        [sys.executable, "-m", "torchtune_cp", *argv, f"output_dir={out}"],
-        env=environment,
-        cwd=out.parent,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return forked_tune([*argv, f"output_dir={out}"], env=environment, cwd=out.parent)
 
 
 def _found(text: bytes) -> list[str]:
