@@ -17,7 +17,7 @@ from torchtune_cp.checkpointing.folder import (
     check_folder,
 )
 from torchtune_cp.checkpointing.hf_safetensors import MAX_FILE_BYTES, save_hf_folder
-from torchtune_cp.checkpointing.model_folder import OTHER_FILES, TOKENIZER_FILES
+from torchtune_cp.checkpointing.model_folder import OTHER_FILES
 from torchtune_cp.checkpointing.rank_sync import RankSync
 from torchtune_cp.checkpointing.sources import HFFolderSource, RandomSource, WeightSource
 from torchtune_cp.config.argument_types import AtLeast
@@ -35,6 +35,7 @@ from torchtune_cp.models.hf_esm import (
 )
 from torchtune_cp.models.hf_names import to_hf_name
 from torchtune_cp.models.init import init_tensor_
+from torchtune_cp.models.tokenizer_files import TOKENIZER_FILES
 from torchtune_cp.models.transformer import TransformerDecoder
 
 # torchtune's model types, and what config.json calls these models.

@@ -13,24 +13,10 @@ from pathlib import Path
 
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from torchtune_cp.durable import first_free, rename_into_place
+from torchtune_cp.models.tokenizer_files import TEMPLATES_FOLDER, TOKENIZER_FILES
 
 _LOG = logging.getLogger(__name__)
 
-#: Chat templates beside the default one, a file each.
-TEMPLATES_FOLDER = "additional_chat_templates"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    TEMPLATES_FOLDER,
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-)
 OTHER_FILES = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "USE_POLICY.md")
 
 _WRITTEN = {CONFIG_NAME, INDEX_NAME, SINGLE_NAME, *TOKENIZER_FILES, *OTHER_FILES}

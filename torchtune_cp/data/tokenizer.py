@@ -26,9 +26,6 @@ from torchtune_cp.data.messages import Message
 from torchtune_cp.data.template_forms import Render, as_turn, check_tools, fit
 from torchtune_cp.data.tokenizer_files import (
     SPECIAL_NAMES,
-    TEMPLATE_FILE,
-    TEMPLATES_FOLDER,
-    TOKENIZER_FILES,
     default_template,
     find_templates,
     ids_from_model_configs,
@@ -39,9 +36,15 @@ from torchtune_cp.data.tokenizer_files import (
     stop_ids_from_model_configs,
     token_text,
     tokenizer_folder,
+    tool_template,
 )
 from torchtune_cp.errors import UserError
-from torchtune_cp.models.values import is_whole, shown
+from torchtune_cp.models.tokenizer_files import (
+    TEMPLATE_FILE,
+    TEMPLATES_FOLDER,
+    TOKENIZER_FILES,
+)
+from torchtune_cp.models.values import MOST, is_whole, shown
 
 
 class HFTokenizer:
@@ -57,6 +60,7 @@ class HFTokenizer:
         vocab_size: Largest token id + 1.
         max_seq_len: The length that datasets cut samples to, or None. Encoding itself never cuts.
         chat_template: The jinja2 template, or None.
+        tool_template: The one for conversations with tools, or None where `chat_template` is for all.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class HFTokenizer:
         *,
         config: Mapping[str, Any],
         chat_template: str | None,
+        tool_template: str | None = None,
         stop_ids: Sequence[int] = (),
         max_seq_len: int | None = None,
         source_files: Sequence[Path] = (),
@@ -77,6 +82,7 @@ class HFTokenizer:
             tokenizer: Taken over and changed: its post-processor, truncation and padding are removed.
             config: The contents of tokenizer_config.json.
             chat_template: The template to use.
+            tool_template: The template to use for conversations with tools, if that is another one.
             stop_ids: See the class; `eos_id` is one anyway.
             max_seq_len: See the class.
             source_files: Files that `save` copies.
@@ -87,6 +93,7 @@ class HFTokenizer:
             raise UserError(f"tokenizer.max_seq_len must be 1 or more, not {shown(max_seq_len)}")
         self.max_seq_len = max_seq_len
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self._name = name
         self._source_files = list(source_files)
         self._generated_files = dict(generated_files or {})
@@ -127,6 +134,11 @@ class HFTokenizer:
         self._special_ids |= {i for i in (self.bos_id, self.eos_id) if i is not None}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
+        if self.vocab_size > MOST["vocab_size"]:
+            raise UserError(
+                f"{name} has the token id {self.vocab_size - 1}; no model has more than"
+                f" {MOST['vocab_size']} tokens"
+            )
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -151,8 +163,18 @@ class HFTokenizer:
         """The text of token ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def require_chat_template(self) -> str:
-        """The chat template; UserError saying what is missing when there is none."""
+    def require_chat_template(self, *, with_tools: bool = False) -> str:
+        """The template that a conversation is written with.
+
+        Args:
+            with_tools: Whether the conversation has tools, for which a checkpoint may have another template
+                (named "tool_use", beside "default").
+
+        Raises:
+            UserError: There is none; says what is missing.
+        """
+        if with_tools and self.tool_template is not None:
+            return self.tool_template
         if self.chat_template is None:
             raise UserError(
                 f"{self._name} has no chat template (neither chat_template in "
@@ -184,7 +206,7 @@ class HFTokenizer:
 
     def _renderer(self, variables: Mapping[str, Any] | None, marked: bool = False) -> Render:
         """The chat template as a function of messages."""
-        template = self.require_chat_template()
+        template = self.require_chat_template(with_tools=has_tools(variables))
 
         def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
             return render_chat(
@@ -235,7 +257,7 @@ class HFTokenizer:
         if not given:
             return [], []
         render = self._renderer(variables)
-        names = template_names(self.require_chat_template())
+        names = template_names(self.require_chat_template(with_tools=has_tools(variables)))
         turns, text = fit(render, [as_turn(message) for message in given], names)
         check_tools((variables or {}).get("tools"), text)
         trained = [i for i, m in enumerate(given) if not m.masked and not m.is_blank()]
@@ -320,7 +342,7 @@ class HFTokenizer:
             "special_ids": sorted(self._special_ids),
             "bos_eos": [self.bos_id, self.eos_id, self.adds_bos],
             "ends": [self._begin, self._end, self._tokenizer.encode_special_tokens],
-            "chat_template": self.chat_template,
+            "chat_template": [self.chat_template, self.tool_template],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -355,7 +377,9 @@ def hf_tokenizer(
             and chat template), or a file inside it. For torchtune's paths such as
             `.../original/tokenizer.model` the folder above is looked at as well.
         max_seq_len: The length that datasets cut samples to; None = no limit.
-        chat_template: A template's text, or the path of a .jinja file, instead of the folder's own.
+        chat_template: A template's text, the path of a .jinja file, or the name of one of the folder's
+            templates, for all conversations. Without it those with tools are written with the folder's
+            template "tool_use", if there is one, and all others with "default".
 
     Raises:
         UserError: When there is no tokenizer.json, or a file cannot be read.
@@ -383,19 +407,28 @@ def load_tokenizer(
             said[f"{key}_token"] = text
     templates = find_templates(folder, config)
     if chat_template is not None:
-        template: str | None = _read_template(chat_template)
+        template: str | None = templates.get(chat_template) or _read_template(chat_template)
+        for_tools = None
     else:
         template = default_template(templates, folder) or fallback_template
+        for_tools = tool_template(templates)
+    files: Sequence[str] = TOKENIZER_FILES
+    saved_templates = templates
+    if for_tools is None and tool_template(templates) is not None:
+        # transformers would prefer it to the template that this tokenizer used.
+        saved_templates = {k: v for k, v in templates.items() if v != tool_template(templates)}
+        files = [name for name in TOKENIZER_FILES if name != TEMPLATES_FOLDER]
     return HFTokenizer(
         tokenizer,
         config={**config, **said},
         chat_template=template,
+        tool_template=for_tools,
         stop_ids=stop_ids_from_model_configs(folder),
         max_seq_len=max_seq_len,
-        source_files=[folder / name for name in TOKENIZER_FILES if (folder / name).exists()],
+        source_files=[folder / name for name in files if (folder / name).exists()],
         generated_files={
             **_config_file(own_config, said),
-            **_template_files(folder, config, templates, template),
+            **_template_files(folder, config, saved_templates, template),
         },
         name=f"the tokenizer in {folder}",
     )
@@ -449,6 +482,11 @@ def _as_message(message: Message | Mapping[str, Any]) -> Message:
         bool(message.get("masked", False)),
         extra={k: v for k, v in message.items() if v is not None and k not in known},
     )
+
+
+def has_tools(variables: Mapping[str, Any] | None) -> bool:
+    """Whether a conversation's variables hold tools."""
+    return variables is not None and variables.get("tools") is not None
 
 
 def _overlapping(offsets: list[tuple[int, int]], start: int, end: int) -> list[int]:

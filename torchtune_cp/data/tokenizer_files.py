@@ -10,24 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from torchtune_cp.errors import NotFoundHereError, UserError
-from torchtune_cp.models.values import MOST
+from torchtune_cp.models.tokenizer_files import TEMPLATE_FILE, TEMPLATES_FOLDER
 
-MOST_TOKENS = MOST["vocab_size"]
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATES_FOLDER = "additional_chat_templates"
-#: What `HFTokenizer.save` copies beside a model.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    TEMPLATE_FILE,
-    TEMPLATES_FOLDER,
-)
 #: The special tokens of every tokenizer, in the order in which transformers adds those that are missing.
 SPECIAL_NAMES = (
     "bos_token",
@@ -124,12 +108,6 @@ def load_backend(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= MOST_TOKENS:
-        raise UserError(
-            f"{folder / 'tokenizer.json'} has the token id {largest}; no model has more than {MOST_TOKENS}"
-            " tokens"
-        )
     try:
         listed = _listed_tokens(folder, config)
         tokens = _tokens_to_add(tokenizer, config, listed)
@@ -273,6 +251,11 @@ def find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             f"{where}: chat_template must be a jinja2 template as a string, or several with names"
         )
     return templates
+
+
+def tool_template(templates: Mapping[str, str]) -> str | None:
+    """The template of conversations with tools, where a folder has one under transformers' name for it."""
+    return templates.get("tool_use")
 
 
 def default_template(templates: Mapping[str, str], folder: Path) -> str | None:

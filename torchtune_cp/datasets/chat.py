@@ -17,7 +17,12 @@ from torchtune_cp.data.messages import (
 )
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.data.turns import CONVERSATION_STYLES, parse_conversation
-from torchtune_cp.datasets.conversation_row import row_variables, unread, with_row_system_prompt
+from torchtune_cp.datasets.conversation_row import (
+    row_tools,
+    row_variables,
+    unread,
+    with_row_system_prompt,
+)
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
@@ -81,10 +86,12 @@ class MessagesReader:
         if self._new_system_prompt is None:
             messages = with_row_system_prompt(messages, row, self._to_messages.columns)
         messages = with_system_prompt(messages, self._new_system_prompt)
-        return messages, row_variables(row, self._to_messages.columns, self._names())
+        used = self._to_messages.columns
+        tools = row_tools(row, used)
+        return messages, row_variables(row, used, self._names(tools is not None), tools)
 
-    def _names(self) -> TemplateNames:
-        return template_names(self._tokenizer.require_chat_template())
+    def _names(self, with_tools: bool) -> TemplateNames:
+        return template_names(self._tokenizer.require_chat_template(with_tools=with_tools))
 
     def check(self, row: Mapping[str, Any]) -> None:
         """See `RowReader`; `tokenize` looks at everything."""
@@ -105,7 +112,8 @@ class MessagesReader:
     def unread(self, row: Mapping[str, Any]) -> frozenset[str]:
         """See `RowReader`."""
         messages, variables = self._read(row)
-        return unread(row, messages, self._to_messages.columns, variables, self._names())
+        names = self._names("tools" in variables)
+        return unread(row, messages, self._to_messages.columns, variables, names)
 
 
 def _why_nothing(messages: list[Message]) -> str:

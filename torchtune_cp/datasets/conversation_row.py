@@ -50,7 +50,10 @@ def with_row_system_prompt(
 
 
 def row_variables(
-    row: Mapping[str, Any], used: Collection[str], names: TemplateNames
+    row: Mapping[str, Any],
+    used: Collection[str],
+    names: TemplateNames,
+    tools: list[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
     """What the chat template reads of a row besides its turns: `tools`, `documents`, and other columns.
 
@@ -58,6 +61,7 @@ def row_variables(
         row: The row.
         used: Columns that hold something else.
         names: What the template looks at.
+        tools: See :func:`row_tools`.
 
     Raises:
         UserError: Something that the template should read and does not, or that no text model can.
@@ -84,7 +88,7 @@ def row_variables(
                 f"column {column!r}: the chat template does not read {', '.join(map(repr, unread))}"
             )
         variables.update(given)
-    if (tools := _tools(columns)) is not None:
+    if tools is not None:
         if "tools" not in names.variables:
             raise UserError(
                 "the row has tools, which the chat template does not render; leave the column out, or "
@@ -94,7 +98,17 @@ def row_variables(
     return variables
 
 
-def _tools(columns: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+def row_tools(row: Mapping[str, Any], used: Collection[str]) -> list[Mapping[str, Any]] | None:
+    """The tools of a row, None without any.
+
+    Args:
+        row: The row.
+        used: Columns that hold something else.
+
+    Raises:
+        UserError: A column holds no tools, or two hold some.
+    """
+    columns = {k: v for k, v in row.items() if k not in used and v is not None}
     found = {}
     for column in _TOOL_COLUMNS:
         try:

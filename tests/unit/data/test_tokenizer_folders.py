@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from tests.unit.data import folders
 from torchtune_cp.data import HFTokenizer, hf_tokenizer, qwen2_5_tokenizer
 from torchtune_cp.data.chat_templates import CHATML
+from torchtune_cp.datasets import chat_dataset
 from torchtune_cp.errors import UserError
 
 BOS, EOS, EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
@@ -241,7 +242,7 @@ def test_the_template_of_an_older_processor_is_used_and_saved(tmp_path: Path) ->
     assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template == OTHER
 
 
-def test_a_template_that_is_given_hides_none_of_the_named_ones_of_the_folder(
+def test_a_template_that_is_given_is_saved_with_the_named_ones_that_do_not_come_before_it(
     tmp_path: Path,
 ) -> None:
     folder = folders.byte_level_folder(tmp_path / "base")
@@ -252,7 +253,60 @@ def test_a_template_that_is_given_hides_none_of_the_named_ones_of_the_folder(
     tokenizer = hf_tokenizer(folder, chat_template=OTHER)
     tokenizer.save(tmp_path / "final")
     saved = AutoTokenizer.from_pretrained(tmp_path / "final").chat_template
-    assert saved == {"default": OTHER, "rag": "a", "tool_use": "b"}
+    assert saved == {"default": OTHER, "rag": "a"}  # "tool_use" would be read in place of it
+    assert hf_tokenizer(folder, chat_template="rag").chat_template == "a"
+
+
+TOOL_USE = (
+    "{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("where", ["a list", "files", "saved"])
+def test_rows_with_tools_are_written_with_the_template_for_tools_as_transformers_does(
+    tmp_path: Path, where: str
+) -> None:
+    folder = folders.byte_level_folder(tmp_path / "base")
+    if where == "files":
+        (folder / "chat_template.jinja").write_text(folders.CHATML)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    else:
+        named = {"default": folders.CHATML, "tool_use": TOOL_USE}
+        _config(folder, chat_template=[{"name": k, "template": v} for k, v in named.items()])
+    if where == "saved":
+        hf_tokenizer(folder).save(tmp_path / "final")
+        folder = tmp_path / "final"
+    ours, theirs = hf_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    rows = [{"messages": CHAT}, {"messages": CHAT, "tools": TOOLS}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain, with_tools = chat_dataset(
+        ours,
+        source="json",
+        data_files=str(tmp_path / "rows.jsonl"),
+        conversation_column="messages",
+        conversation_style="openai",
+    )
+    assert plain["tokens"] == theirs.apply_chat_template(CHAT, return_dict=False)
+    expected = theirs.apply_chat_template(
+        CHAT, tools=TOOLS, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert with_tools["tokens"] == expected["input_ids"] != plain["tokens"]
+    trained = [int(label != -100) for label in with_tools["labels"]]
+    assert trained == expected["assistant_masks"]
+    assert 0 < sum(trained) < len(trained)
+    # One template for all, where the user says so.
+    only = hf_tokenizer(folder, chat_template="default")
+    assert only.tokenize_messages(CHAT, variables={"tools": None})[0] == plain["tokens"]
+    with pytest.raises(UserError, match="leaves out the tool .add."):
+        only.tokenize_messages(CHAT, variables={"tools": TOOLS})
 
 
 @pytest.mark.parametrize(
