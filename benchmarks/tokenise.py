@@ -3,10 +3,11 @@
 python -m benchmarks.tokenise --before 7cd56ce [--rows 20000] [--rounds 3]
 python -m benchmarks.tokenise --rows 1000000 --rounds 1
 
-`--before` is the commit to compare with. Short rows made of the standard
-library's sources, with a BPE tokenizer trained on them: text, conversations with a chat template, and
-proteins, each packed. Every start is a process of its own; the two checkouts take turns. Seconds are
-those from the call of the factory to the last pack's place, without imports; `cpu` counts all processes.
+`--before` is the commit to compare with. Short rows made of the standard library's sources, with a
+BPE tokenizer trained on them: text, conversations with a chat template of this project's and with
+one that it does not know (rendered in a process with limits), and proteins, each packed. Every
+start is a process of its own; the two checkouts take turns. Seconds are those from the call of the
+factory to the last pack's place, without imports; `cpu` counts all processes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-CASES = ("text", "conversations", "proteins")
+CASES = ("text", "conversations", "conversations, other template", "proteins")
 MAX_SEQ_LEN = 1024
 
 
@@ -80,18 +81,21 @@ def one_start(case: str, folder: Path) -> dict[str, float]:
     import datasets
 
     from torchtune_cp.data import esm_tokenizer, hf_tokenizer
+    from torchtune_cp.data.chat_templates import CHATML
     from torchtune_cp.datasets import chat_dataset, protein_dataset, text_completion_dataset
 
-    tokenizer: Any = hf_tokenizer(folder, max_seq_len=MAX_SEQ_LEN)
+    other = CHATML + "{# not this project's #}" if case == "conversations, other template" else None
+    tokenizer: Any = hf_tokenizer(folder, max_seq_len=MAX_SEQ_LEN, chat_template=other)
     given: dict[str, Any] = {"packed": True, "split_across_pack": True}
     if case != "proteins":
-        given |= {"source": "json", "data_files": str(folder / f"{case}.jsonl")}
+        name = case.partition(",")[0]
+        given |= {"source": "json", "data_files": str(folder / f"{name}.jsonl")}
         # The library's own copy of the rows is made by the first start of all.
         datasets.load_dataset("json", data_files=given["data_files"], split="train")
     start, cpu = time.perf_counter(), _cpu_seconds()
     if case == "text":
         packs: Any = text_completion_dataset(tokenizer, **given)
-    elif case == "conversations":
+    elif case.startswith("conversations"):
         columns = {"conversation_column": "messages", "conversation_style": "openai"}
         packs = chat_dataset(tokenizer, **given, **columns)
     else:
