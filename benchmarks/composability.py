@@ -3,7 +3,7 @@
 python -m benchmarks.composability            # all rows: about an hour on two cores
 python -m benchmarks.composability fp8 TP     # only the rows whose name contains a word, the others stay
 python -m benchmarks.composability --missing  # only rows without figures: new ones, a broken-off run's
-python -m benchmarks.composability --render   # only write docs/composability.md from the figures
+python -m benchmarks.composability --render   # only write the tables of the pages
 
 A row is an option (``OPTIONS``); adding one is adding a line there. Each row, and each pair of rows, runs
 on two processes (cp 2) and on four, is compared with the plain single process, and is measured.
@@ -33,8 +33,10 @@ from benchmarks.tables import CHECKOUT, with_tables
 from torchtune_cp.config import ConfigError, to_typed
 from torchtune_cp.metrics import read_metrics
 
-PAGE = CHECKOUT / "docs" / "composability.md"
-#: Below the results that docs/performance.md shows.
+#: The page with the measured tables, and the page with the list of refused combinations.
+MEASUREMENTS_PAGE = CHECKOUT / "docs" / "measurements" / "composability.md"
+REFUSALS_PAGE = CHECKOUT / "docs" / "composability.md"
+#: In a subfolder, because docs/measurements/performance.md shows every file of the folder itself.
 FIGURES = RESULTS / "composability" / "figures.json"
 
 #: A global batch, whatever the mesh: the same samples in every optimizer step.
@@ -544,13 +546,16 @@ def render(figures: Mapping[str, Any]) -> str:
     return "\n".join([f"Measured on {where}.", "", *lines])
 
 
-def write_page(page: Path = PAGE) -> None:
-    """Write the figures and the refusals into the page, between its markers."""
-    text = page.read_text(encoding="utf-8")
-    text = with_tables(text, render(json.loads(FIGURES.read_text(encoding="utf-8"))))
-    text = with_tables(text, render_refusals(), "refusals")
-    page.write_text(text, encoding="utf-8")
+def _write_table(page: Path, table: str, name: str) -> None:
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), table, name), encoding="utf-8")
     print(f"written: {page}")
+
+
+def write_pages() -> None:
+    """Write the figures and the refused combinations into their pages, between the markers."""
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    _write_table(MEASUREMENTS_PAGE, render(figures), "tables")
+    _write_table(REFUSALS_PAGE, render_refusals(), "refusals")
 
 
 def _wanted(words: list[str], key: str) -> bool:
@@ -604,14 +609,14 @@ def measure(words: list[str], missing: bool = False) -> int:
 
 
 def main() -> int:
-    """Measure and write the page; 1 when a row is off or fails."""
+    """Measure and write the pages; 1 when a row is out of tolerance or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only rows whose name contains one of these")
-    parser.add_argument("--render", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--render", action="store_true", help="run nothing, write the pages")
     parser.add_argument("--missing", action="store_true", help="only rows without figures")
     args = parser.parse_args()
     wrong = 0 if args.render else measure(args.words, args.missing)
-    write_page()
+    write_pages()
     if wrong:
         print(f"{wrong} combinations are off or failed: bold on the page", file=sys.stderr)
     return min(wrong, 1)

@@ -3,7 +3,7 @@
 python -m benchmarks.long_context             # plan every config: about half an hour on two cores
 python -m benchmarks.long_context 1M 8xH100   # only those whose names contain all of these
 python -m benchmarks.long_context --check     # plan, and compare with what stands in the files
-python -m benchmarks.long_context --table     # only write docs/long_context.md from the files
+python -m benchmarks.long_context --table     # only write docs/measurements/long_context.md from the files
 
 Each file is the base config of its model with a few keys changed (``CHOICES``); its header has the plan's
 figures. Nothing here was run on these GPUs: the figures are those of ``tune plan``.
@@ -30,7 +30,7 @@ from torchtune_cp.planner.report import sent_by_mesh
 
 CONFIGS = CHECKOUT / "configs"
 FOLDER = CONFIGS / "long_context"
-PAGE = CHECKOUT / "docs" / "long_context.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "long_context.md"
 K, M = 2**10, 2**20
 
 
@@ -344,7 +344,7 @@ def table() -> str:
             mfu.removeprefix("MFU "),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def write_table() -> None:

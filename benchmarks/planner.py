@@ -1,4 +1,4 @@
-"""What ``tune plan`` predicts beside what really run steps take, into docs/planner.md.
+"""What ``tune plan`` predicts beside what really run steps take, into docs/measurements/planner.md.
 
 python -m benchmarks.planner            # runs everything, writes results/planner/prediction.json and the page
 python -m benchmarks.planner --render   # writes the page from that file
@@ -35,7 +35,7 @@ from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Profile
 from torchtune_cp.planner.simulate import rank_profile
 
-PAGE = CHECKOUT / "docs" / "planner.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "planner.md"
 FILE = RESULTS / "planner" / "prediction.json"
 
 #: Calls a function with arguments on ranks joined in a gloo group; gives what each returned.

@@ -1,4 +1,4 @@
-"""Writes the result files' figures into docs/performance.md, between its two marker comments.
+"""Writes the result files' figures into docs/measurements/performance.md, between its two marker comments.
 
 python -m benchmarks.tables
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
-PAGE = CHECKOUT / "docs" / "performance.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "performance.md"
 
 
 def _cell(value: Any) -> str:

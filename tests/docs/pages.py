@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*CHECKOUT.glob("docs/*.md"), *(CHECKOUT / n for n in ("README.md", "CONTRIBUTING.md"))]
+    [*CHECKOUT.glob("docs/**/*.md"), *(CHECKOUT / n for n in ("README.md", "CONTRIBUTING.md"))]
 )
 CONFIGS = sorted(CHECKOUT.glob("configs/*/*.yaml"))
 

@@ -151,8 +151,9 @@ DEVICES = {
             communicator=0.0,
             fragmentation=0.0,
             host_process=0.0,
-            source="one core of the machine of docs/performance.md: 90 GFLOP/s in float32 products, the"
-            " rest a guess; the process itself (about 0.3 GiB) is left out, and memory has no limit",
+            source="one core of the machine of docs/measurements/performance.md: 90 GFLOP/s in float32 matrix"
+            " products, the rest is assumed; the process itself (about 0.3 GiB) is not counted, and memory is"
+            " unlimited",
         ),
     )
 }
