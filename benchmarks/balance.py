@@ -57,7 +57,7 @@ def imbalances(lengths: Int64, strategy: str) -> Mapping[str, list[float]]:
 
     Args:
         lengths: Of the documents.
-        strategy: See :func:`torchtune_cp.data.packing.pack_documents`.
+        strategy: See `torchtune_cp.data.packing.pack_documents`.
     """
     packs = pack_documents(lengths, PACK_LEN, strategy=strategy)
     found: dict[str, list[float]] = {"by_documents": [], "whole_sequence_head_tail": []}

@@ -5,7 +5,7 @@ python -m benchmarks.composability fp8 TP     # only the rows whose name contain
 python -m benchmarks.composability --missing  # only rows without figures: new ones, a broken-off run's
 python -m benchmarks.composability --render   # only write the tables of the pages
 
-A row is an option (``OPTIONS``); adding one is adding a line there. Each row, and each pair of rows, runs
+A row is an option (`OPTIONS`); adding one is adding a line there. Each row, and each pair of rows, runs
 on two processes (cp 2) and on four, is compared with the plain single process, and is measured.
 """
 
@@ -165,7 +165,7 @@ class Cell:
     """What became of one combination on one mesh.
 
     Attributes:
-        loss, weights, grad_norm: Differences, as in :class:`Tolerance`; no gradient norm where the
+        loss, weights, grad_norm: Differences, as in `Tolerance`; no gradient norm where the
             recipe has none.
         graphs: Compiled graphs of a rank.
         refused: The recipe's own words.
@@ -228,7 +228,7 @@ DATASET = {
 def config_for(
     base: Path, output: Path, mesh: Mesh, options: tuple[Option, ...], **more: Any
 ) -> DictConfig:
-    """The config of a run of ``options`` on ``mesh``.
+    """The config of a run of `options` on `mesh`.
 
     Args:
         base: The model to start from.
@@ -355,7 +355,7 @@ class Bench:
         save_base(self.base)
 
     def run(self, make: Any, mesh: Mesh, options: tuple[Option, ...]) -> dict[str, Any]:
-        """Run a config; ``refused`` also where it is refused before any process would start."""
+        """Run a config; `refused` also where it is refused before any process would start."""
         output = self.folder / f"run{next(self._runs)}"
         cfg = make(self.base, output, mesh, options)
         try:
@@ -405,7 +405,7 @@ class Bench:
         )
 
     def peak(self, cp: int, options: tuple[Option, ...]) -> int | None:
-        """Peak bytes of a rank in a step on ``MEMORY_TOKENS`` tokens over ``cp`` ranks."""
+        """Peak bytes of a rank in a step on `MEMORY_TOKENS` tokens over `cp` ranks."""
         mesh = Mesh(f"cp {cp}", cp, {"context_parallel_dim": cp})
         said = self.run(memory_step, mesh, options)
         if said["failed"]:

@@ -5,8 +5,8 @@ python -m benchmarks.long_context 1M 8xH100   # only those whose names contain a
 python -m benchmarks.long_context --check     # plan, and compare with what stands in the files
 python -m benchmarks.long_context --table     # only write docs/measurements/long_context.md from the files
 
-Each file is the base config of its model with a few keys changed (``CHOICES``); its header has the plan's
-figures. Nothing here was run on these GPUs: the figures are those of ``tune plan``.
+Each file is the base config of its model with a few keys changed (`CHOICES`); its header has the plan's
+figures. Nothing here was run on these GPUs: the figures are those of `tune plan`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hardware:
     Attributes:
         name: In file names.
         text: For people.
-        device: As ``tune plan`` names it.
+        device: As `tune plan` names it.
         gpus: Of all nodes.
         host_gib: Of a node.
     """
@@ -69,7 +69,7 @@ class Hardware:
 
     @property
     def launch(self) -> str:
-        """The options of ``tune run``."""
+        """The options of `tune run`."""
         nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
         return f"{nodes}--nproc_per_node {min(self.gpus, 8)}"
 
@@ -89,7 +89,7 @@ class Model:
     Attributes:
         name: In file names.
         text: For people.
-        base: Below ``configs``.
+        base: Below `configs`.
         positions: What its weights were trained for.
     """
 
@@ -168,7 +168,7 @@ class Entry:
         length: The length's name.
         hardware: On what.
         tokens: Of a sequence.
-        keys: The keys that differ from the base's; a ``.`` leads to an argument.
+        keys: The keys that differ from the base's; a `.` leads to an argument.
     """
 
     model: Model
@@ -308,7 +308,7 @@ def header(entry: Entry, found: Mapping[str, str]) -> str:
 
     Args:
         entry: The config.
-        found: From :func:`figures`.
+        found: From `figures`.
     """
     rows = [f"#   {name:<7} {text}" for name, text in found.items()]
     return "\n".join([*head(entry), BEGIN, f"#   {plan_command(entry)}", *rows, END, "", ""])

@@ -1,4 +1,4 @@
-"""What ``tune plan`` predicts beside what really run steps take, into docs/measurements/planner.md.
+"""What `tune plan` predicts beside what really run steps take, into docs/measurements/planner.md.
 
 python -m benchmarks.planner            # runs everything, writes results/planner/prediction.json and the page
 python -m benchmarks.planner --render   # writes the page from that file
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
         mesh: Ranks along each dimension.
         rank: Which of the ranks.
         profile: What the planner says.
-        measured: What ``measured_steps`` counted.
+        measured: What `measured_steps` counted.
     """
 
     case: str

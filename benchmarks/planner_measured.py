@@ -140,7 +140,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
         watch = stack.enter_context(Watch())
         stack.enter_context(host_memory_seen(lambda _: watch.on_host()))
         if cfg.fsdp_cpu_offload:
-            # Between host and device FSDP copies by ``.to(device)``, which does nothing where both are one.
+            # Between host and device FSDP copies by `.to(device)`, which does nothing where both are one.
             stack.enter_context(offloading_copies(lambda _: watch.on_host()))
         step = recipe_step(
             cfg,
@@ -172,7 +172,7 @@ def recipe_step(
     with_shards: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     made: Callable[[Any], None] = lambda _: None,
 ) -> Callable[[int], None]:
-    """Build model, optimizer and step as ``full_finetune_distributed`` does.
+    """Build model, optimizer and step as `full_finetune_distributed` does.
 
     Args:
         cfg: The run's config.

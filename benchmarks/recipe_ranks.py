@@ -103,8 +103,8 @@ def run_recipe(cfg: DictConfig, world: int) -> dict[str, Any]:
         world: Number of processes.
 
     Returns:
-        ``refused`` (the recipe's own words, of the first rank that said some), ``failed`` (any other
-        error), ``peak`` (the largest, in bytes, with :class:`StepPeak`) and ``graphs`` (compiled ones).
+        `refused` (the recipe's own words, of the first rank that said some), `failed` (any other
+        error), `peak` (the largest, in bytes, with `StepPeak`) and `graphs` (compiled ones).
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.recipe_ranks"])

@@ -1,6 +1,6 @@
 """The combinations that a config may not ask for, as docs/composability.md lists them.
 
-Each line is made by the rules themselves (``torchtune_cp.config.combinations``) from an example that
+Each line is made by the rules themselves (`torchtune_cp.config.combinations`) from an example that
 breaks one; a test sees to it that no rule is without an example.
 """
 

@@ -58,7 +58,7 @@ def render(results: Path = RESULTS) -> str:
     """Render every result file of a folder, in the order of their names.
 
     Args:
-        results: Holds ``NAME.json`` files ``{"machine": {...}, "results": [{...}, ...]}``.
+        results: Holds `NAME.json` files `{"machine": {...}, "results": [{...}, ...]}`.
     """
     lines: list[str] = []
     for path in sorted(results.glob("*.json")):
@@ -76,8 +76,8 @@ def with_tables(page: str, tables: str, name: str = "tables") -> str:
 
     Args:
         page: The page's text.
-        tables: From :func:`render`.
-        name: The markers are ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+        tables: From `render`.
+        name: The markers are `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
     Raises:
         ValueError: The page does not have each marker exactly once.

@@ -77,7 +77,7 @@ def whole_file(final: Path, *, mode: int = 0o666, synced: bool = True) -> Iterat
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, synced: bool = True) -> None:
-    """Write a file at once, as :func:`whole_file` does.
+    """Write a file at once, as `whole_file` does.
 
     Args:
         path: The file; an earlier one is replaced.
@@ -105,11 +105,11 @@ def make_folders(path: Path) -> None:
 
 
 def hidden_name(final: Path, suffix: str) -> Path:
-    """Return a hidden name beside ``final`` that nobody has used yet.
+    """Return a hidden name beside `final` that nobody has used yet.
 
     Args:
         final: The folder's final place.
-        suffix: :data:`TEMPORARY_SUFFIX` or :data:`REPLACED_SUFFIX`.
+        suffix: `TEMPORARY_SUFFIX` or `REPLACED_SUFFIX`.
     """
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{suffix}")
 

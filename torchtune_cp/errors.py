@@ -3,7 +3,7 @@
 import os
 import signal
 
-#: Exit code of a run that a signal stopped after a complete checkpoint (``EX_TEMPFAIL``: try again).
+#: Exit code of a run that a signal stopped after a complete checkpoint (`EX_TEMPFAIL`: try again).
 EXIT_STOPPED = 75
 
 
@@ -39,7 +39,7 @@ class RunStopped(Exception):
         """Say what ended the run and what is left of it.
 
         Args:
-            signal_name: For example ``"SIGTERM"``.
+            signal_name: For example `"SIGTERM"`.
             checkpoint: The complete checkpoint that the run left, None when it left none.
         """
         if checkpoint is None:

@@ -1,4 +1,4 @@
-"""Attention through ``context_parallel`` with each CUDA kernel, against plain attention in float64.
+"""Attention through `context_parallel` with each CUDA kernel, against plain attention in float64.
 
 Shape legend: b batch, h heads, g KV heads, s sequence, n this rank's slice, d head dimension.
 
@@ -59,12 +59,12 @@ class Case:
     """One call of attention.
 
     Attributes:
-        kernel: Key of :data:`BACKENDS`.
-        dtype: Key of :data:`DTYPES`.
-        kv_heads: :data:`HEADS`, or a quarter of it (grouped queries, 4:1).
+        kernel: Key of `BACKENDS`.
+        dtype: Key of `DTYPES`.
+        kv_heads: `HEADS`, or a quarter of it (grouped queries, 4:1).
         seq_len: Tokens.
         rotate_method: How KV reach the other rank; without meaning at cp 1.
-        pad_to_multiple_of: Given to ``context_parallel``.
+        pad_to_multiple_of: Given to `context_parallel`.
     """
 
     kernel: str
@@ -129,7 +129,7 @@ def inputs(case: Case, head_dim: int, device: torch.device) -> list[Tensor]:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool = True, rows: int = 512
 ) -> list[Tensor]:
-    """Softmax attention written out in float64, ``rows`` queries at a time.
+    """Softmax attention written out in float64, `rows` queries at a time.
 
     Args:
         q: [b, s, h, d].
@@ -186,7 +186,7 @@ def attend(case: Case, whole: list[Tensor], mesh: DeviceMesh | None) -> tuple[li
 
     Args:
         case: What to call.
-        whole: From :func:`inputs`.
+        whole: From `inputs`.
         mesh: The two ranks' mesh, or None for one rank.
     """
     from torchtune_cp.distributed import context_parallel, unshard
@@ -402,7 +402,7 @@ def run_two_ranks(report: Report, head_dim: int, cases: list[Case]) -> None:
     Args:
         report: Gets the rows.
         head_dim: d.
-        cases: From :func:`sharded_cases`.
+        cases: From `sharded_cases`.
     """
     context = mp.get_context("spawn")
     answers = context.Queue()

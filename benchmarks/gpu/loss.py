@@ -45,7 +45,7 @@ def make_inputs(
 def reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 512
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and both gradients by autograd on float64 logits, ``rows`` tokens at a time."""
+    """The summed loss and both gradients by autograd on float64 logits, `rows` tokens at a time."""
     w = weight.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     grads = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """2-norm of the difference over the 2-norm of the float64 reference; NaN if ``actual`` has one.
+    """2-norm of the difference over the 2-norm of the float64 reference; NaN if `actual` has one.
 
     Args:
         actual: Any floating dtype.
@@ -37,7 +37,7 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Peak:
-    """Filled when the block of :func:`peak_memory` ends.
+    """Filled when the block of `peak_memory` ends.
 
     Attributes:
         bytes: The most memory in use at once, without what was there before (tensors that the block

@@ -1,4 +1,4 @@
-"""Peak memory of steps of two layers of Llama 3 8B against what ``tune plan`` predicts for them.
+"""Peak memory of steps of two layers of Llama 3 8B against what `tune plan` predicts for them.
 
 The steps are the recipe's own, built from a config by the functions that the recipe calls.
 """
@@ -55,7 +55,7 @@ class _Constant:
     """A checkpointer whose weights are all one number: random ones would take the CPU half a minute."""
 
     def source(self, model: Any, seed: int) -> Any:
-        """See ``FullModelHFCheckpointer.source``."""
+        """See `FullModelHFCheckpointer.source`."""
         from torchtune_cp.checkpointing.sources import RandomSource
 
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

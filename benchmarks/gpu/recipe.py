@@ -1,6 +1,6 @@
 """The recipe on the GPU against the same run on the CPU, and with each option against without it.
 
-``tiny/llama_cpu``, fp32 and bf16.
+`tiny/llama_cpu`, fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def run_recipe(
     Args:
         device: The config key.
         dtype: The config key.
-        folder: Becomes the run's ``output_dir``.
-        options: Further ``key=value`` overrides.
+        folder: Becomes the run's `output_dir`.
+        options: Further `key=value` overrides.
 
     Returns:
-        The lines of ``metrics.jsonl`` and the command.
+        The lines of `metrics.jsonl` and the command.
 
     Raises:
         RuntimeError: It failed; the message holds the end of what it said.

@@ -19,8 +19,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_config.json"
 
-#: What a config's ``checkpoint_files`` may be: file names, or torchtune's short form
-#: ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+#: What a config's `checkpoint_files` may be: file names, or torchtune's short form
+#: `{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}`.
 CheckpointFiles = Sequence[str] | Mapping[str, Any]
 
 # No file system takes longer names.
@@ -71,7 +71,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _listed_files(checkpoint_files: CheckpointFiles) -> list[Any]:
-    """Spell out ``checkpoint_files``."""
+    """Spell out `checkpoint_files`."""
     key = "checkpointer.checkpoint_files"
     if isinstance(checkpoint_files, str):
         return [checkpoint_files]
@@ -168,7 +168,7 @@ def read_headers(
         checkpoint_files: Names to read instead of those that the folder's index gives.
 
     Returns:
-        Tensor name to ``(file, description)``.
+        Tensor name to `(file, description)`.
 
     Raises:
         UserError: A file is missing, damaged or truncated, lacks a tensor that the index places in
@@ -232,9 +232,9 @@ def check_folder(
     Needs neither torch nor a process group: call it before any process starts.
 
     Args:
-        checkpoint_dir: Folder of a Hugging Face model (``config.json`` and ``*.safetensors``).
+        checkpoint_dir: Folder of a Hugging Face model (`config.json` and `*.safetensors`).
         checkpoint_files: Names to read instead of those that the folder's index gives: a list, or
-            ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+            `{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}`.
 
     Raises:
         UserError: The folder or a file is missing, truncated, damaged, a pickle, outside the

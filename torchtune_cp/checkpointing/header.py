@@ -27,7 +27,7 @@ class TensorEntry:
     """One tensor as the header of its file describes it.
 
     Attributes:
-        dtype: safetensors' name of the type, for example ``BF16``.
+        dtype: safetensors' name of the type, for example `BF16`.
         shape: The tensor's shape.
         num_bytes: Length of its data.
         offset: Where its data begin in the file.
@@ -125,7 +125,7 @@ def same_bytes(one: tuple[Path, TensorEntry], other: tuple[Path, TensorEntry]) -
     """Whether two stored tensors are the same, bit by bit.
 
     Args:
-        one: A file and one of its tensors, from :func:`read_header`.
+        one: A file and one of its tensors, from `read_header`.
         other: Another.
 
     Raises:

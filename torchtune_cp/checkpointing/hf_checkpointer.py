@@ -71,7 +71,7 @@ def _parameters(model: LanguageModel) -> dict[str, torch.Tensor]:
 def _gathered(parameter: DTensor) -> torch.Tensor:
     """The whole parameter on every rank, gathered over one dimension of the mesh after the other.
 
-    ``full_tensor()`` does the same, but warns of it where FSDP and tensor parallelism cut the same
+    `full_tensor()` does the same, but warns of it where FSDP and tensor parallelism cut the same
     dimension.
     """
     placements = list(parameter.placements)
@@ -110,14 +110,14 @@ class FullModelHFCheckpointer:
             checkpoint_dir: A Hugging Face folder, or None.
             checkpoint_files: Names of the weight files; by default those that the folder's index
                 names.
-            model_type: For example ``LLAMA3``; only compared with the folder's ``config.json``.
-            output_dir: Where :meth:`save_final` writes ``final/``.
+            model_type: For example `LLAMA3`; only compared with the folder's `config.json`.
+            output_dir: Where `save_final` writes `final/`.
             adapter_checkpoint: Not available here: only None.
             recipe_checkpoint: Not available here (resuming has its own folders): only None.
             resume_from_checkpoint: Not available here: only False.
             safe_serialization: Only True: pickles are not written.
             should_load_recipe_state: Not available here: only False.
-            keep_last_n_checkpoints: torchtune's name for the run's ``keep_last_n``; the recipe reads
+            keep_last_n_checkpoints: torchtune's name for the run's `keep_last_n`; the recipe reads
                 it there.
             enable_dcp: Not available here (training checkpoints are always distributed): only False.
 
@@ -178,7 +178,7 @@ class FullModelHFCheckpointer:
     def keep_stored_output(self, model: LanguageModel) -> None:
         """Untie a model's output projection where the folder holds one that is not the embedding.
 
-        As transformers does, whatever ``config.json`` says. To be called before the model is sharded.
+        As transformers does, whatever `config.json` says. To be called before the model is sharded.
 
         Args:
             model: The model, on any device; changed in place.
@@ -204,12 +204,12 @@ class FullModelHFCheckpointer:
         """Return where the model's first weights come from.
 
         Args:
-            model: The model, on any device (``meta`` will do), sharded or not.
-            seed: Seed of the random weights when there is no ``checkpoint_dir``.
+            model: The model, on any device (`meta` will do), sharded or not.
+            seed: Seed of the random weights when there is no `checkpoint_dir`.
 
         Raises:
             UserError: The folder's weights are not those of this model; among them an output weight of
-                its own for a model that ties it, see :meth:`keep_stored_output`.
+                its own for a model that ties it, see `keep_stored_output`.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
         if self.checkpoint_dir is None:
@@ -237,9 +237,9 @@ class FullModelHFCheckpointer:
         Args:
             model: The live model; its parameters may be sharded (DTensor).
             tokenizer: Its files are laid beside the weights; None copies those of
-                ``checkpoint_dir``.
-            folder: Where to write; default ``<output_dir>/final``.
-            dtype: The type to write; default that of the weights in ``checkpoint_dir``, or of the
+                `checkpoint_dir`.
+            folder: Where to write; default `<output_dir>/final`.
+            dtype: The type to write; default that of the weights in `checkpoint_dir`, or of the
                 model's parameters when it started from random weights.
             max_file_bytes: Most bytes of weights in a file.
 
@@ -302,7 +302,7 @@ class FullModelHFCheckpointer:
         return self._source
 
     def _final_config(self, model: LanguageModel, dtype: torch.dtype) -> dict[str, Any]:
-        """The source's ``config.json`` (or one made from the model) with the saved type set."""
+        """The source's `config.json` (or one made from the model) with the saved type set."""
         if self.checkpoint_dir is None:
             return hf_config(model, dtype)
         config = self._source_config()

@@ -2,7 +2,7 @@
 
 Tensors are dealt in order to files of limited size, files to ranks. Every rank takes part in the
 gathering of every tensor, but only the owner of its file keeps it, and only until some
-``buffer_bytes`` have come together; then all owners write, each to its own file. So no rank ever
+`buffer_bytes` have come together; then all owners write, each to its own file. So no rank ever
 holds more than that part of the model.
 
 All files go to a hidden folder beside the final one, which is renamed once everything is on the
@@ -59,13 +59,13 @@ def plan_files(
     max_file_bytes: int,
     float32_names: Collection[str] = (),
 ) -> list[FilePlan]:
-    """Deal tensors in order to files of at most ``max_file_bytes`` (a larger tensor gets its own).
+    """Deal tensors in order to files of at most `max_file_bytes` (a larger tensor gets its own).
 
     Args:
         shapes: Tensor names and full shapes.
         dtype: The type they are written in.
         max_file_bytes: Most bytes of tensors in a file.
-        float32_names: Tensors that are written as float32 whatever ``dtype`` is.
+        float32_names: Tensors that are written as float32 whatever `dtype` is.
 
     Returns:
         The files, named as Hugging Face's tools name them.
@@ -104,7 +104,7 @@ def _rounds(
 ) -> Iterator[list[tuple[int, str]]]:
     """Cut the work into rounds of (file index, tensor name).
 
-    Within a round every owner collects at most ``buffer_bytes`` (or one tensor) of one file. The
+    Within a round every owner collects at most `buffer_bytes` (or one tensor) of one file. The
     files of different owners advance side by side, so that the owners write at the same time. All
     ranks compute the same rounds.
     """
@@ -146,19 +146,19 @@ def save_hf_folder(
         get_full: Gives a whole tensor by that name, on any device. Called on every rank in the same
             order (it may be a collective); ranks that do not own the tensor's file drop the result.
         folder: The final folder. The files of an earlier model there are replaced, others stay.
-        config: Content of ``config.json``.
+        config: Content of `config.json`.
         dtype: The type to write.
-        float32_names: Tensors that are written as float32 whatever ``dtype`` is. They come first in
-            ``shapes``, so that no shorter type before them leaves them at an odd place in the file.
+        float32_names: Tensors that are written as float32 whatever `dtype` is. They come first in
+            `shapes`, so that no shorter type before them leaves them at an odd place in the file.
         extra_files: Files and folders to copy under their own names (tokenizer,
-            ``generation_config.json``); read on rank 0 only.
+            `generation_config.json`); read on rank 0 only.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
         buffer_bytes: Most bytes of tensors that a rank holds (one tensor, if that is larger).
         rank_sync: Where the ranks wait for each other; made and closed here if None.
 
     Raises:
         UserError: The folder cannot be written (disk full, no permission), on every rank; or
-        ``dtype``
+        `dtype`
             is not a type of weights.
     """
     if dtype not in WEIGHT_DTYPES:

@@ -1,4 +1,4 @@
-"""``checkpoint.json``: what a training checkpoint holds, and how to tell that it is whole.
+"""`checkpoint.json`: what a training checkpoint holds, and how to tell that it is whole.
 
 It is the last file written, and it carries the size and the checksum of every other one and a
 checksum of its own content. Nothing in it is trusted further than those: it is plain JSON, and a
@@ -42,7 +42,7 @@ def new_checksum() -> Any:
 
     Of the standard library's cryptographic hashes it is the fastest where the processor has SHA
     instructions (nearly all hosts of GPUs: 1.8 GB/s on one core against 0.95 GB/s of BLAKE2b), and
-    ``sha256sum FILE`` prints the same figure. A CRC would be faster, but of 32 bits: too few to tell
+    `sha256sum FILE` prints the same figure. A CRC would be faster, but of 32 bits: too few to tell
     terabytes apart.
     """
     return hashlib.sha256()
@@ -65,14 +65,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checkpoint.json`` says.
+    """What `checkpoint.json` says.
 
     Attributes:
         folder: Where it was read.
         step: Optimizer steps done.
         files: Every other file of the checkpoint.
         tensors: The table of shards, not looked at yet: see
-            :func:`torchtune_cp.checkpointing.shard_table.read_stored_tensors`.
+            `torchtune_cp.checkpointing.shard_table.read_stored_tensors`.
         state: What the writer of the checkpoint put in: plain JSON values.
         checksum: Of the content, in hexadecimal: tells two checkpoints of one step apart.
     """
@@ -139,7 +139,7 @@ def manifest_text(
     tensors: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> str:
-    """Return the text of ``checkpoint.json``.
+    """Return the text of `checkpoint.json`.
 
     Args:
         step: Optimizer steps done.
@@ -268,7 +268,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's ``checkpoint.json``; opens no other file.
+    """Read and check a checkpoint's `checkpoint.json`; opens no other file.
 
     Args:
         folder: The checkpoint.

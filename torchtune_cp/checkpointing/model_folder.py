@@ -87,7 +87,7 @@ def put_in_place(final: Path) -> None:
 
 
 def hidden_place(final: Path) -> Path:
-    """Return the hidden folder in which the model for ``final`` is written.
+    """Return the hidden folder in which the model for `final` is written.
 
     Args:
         final: The folder's final place.

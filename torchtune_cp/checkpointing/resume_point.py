@@ -35,7 +35,7 @@ class ResumePoint:
 
     Attributes:
         path: The checkpoint, verified; or a Hugging Face folder.
-        manifest: What ``checkpoint.json`` says; None for a Hugging Face folder.
+        manifest: What `checkpoint.json` says; None for a Hugging Face folder.
         is_own: Whether it is a checkpoint in the run's own folder: the run goes on with itself.
     """
 
@@ -51,7 +51,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What rank 0 has found, newest first; ``weights`` when it is a Hugging Face folder."""
+    """What rank 0 has found, newest first; `weights` when it is a Hugging Face folder."""
 
     paths: tuple[Path, ...]
     weights: bool = False
@@ -66,7 +66,7 @@ def find_resume_point(
     restart by torchrun the run's own newest checkpoint goes first, whatever the config says.
 
     Args:
-        resume_from_checkpoint: True for the newest checkpoint of ``own``, a path (see the config key),
+        resume_from_checkpoint: True for the newest checkpoint of `own`, a path (see the config key),
             or False.
         own: The run's own folder of checkpoints.
         rank_sync: Where the ranks wait for each other.

@@ -2,11 +2,11 @@
 
 Each rank writes one file. Which rank writes which replica, and which slices a rank needs on another
 mesh, is decided by torch's planners; here are only the bytes. torch's own
-``HuggingFaceStorageWriter`` builds a rank's whole file in memory, twice, before it writes the first
-byte, and its reader takes every ``*.safetensors`` of the folder and casts to whatever type is asked
+`HuggingFaceStorageWriter` builds a rank's whole file in memory, twice, before it writes the first
+byte, and its reader takes every `*.safetensors` of the folder and casts to whatever type is asked
 for; so this writer streams, and this reader opens only the files that the checkpoint's table of shards
-names (:mod:`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
-they write it (``DCP_SHARDING_INFO``), so torch's tools read these files too.
+names (`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
+they write it (`DCP_SHARDING_INFO`), so torch's tools read these files too.
 """
 
 import dataclasses
@@ -238,14 +238,14 @@ class ShardReader(StorageReader):
     """Reads the slices that a plan asks for, each on its own.
 
     Attributes:
-        error: What went wrong while reading; kept for the reason that :class:`ShardWriter` gives.
+        error: What went wrong while reading; kept for the reason that `ShardWriter` gives.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Keep where everything is.
 
         Args:
-            tensors: What :func:`torchtune_cp.checkpointing.shard_table.read_stored_tensors` found.
+            tensors: What `torchtune_cp.checkpointing.shard_table.read_stored_tensors` found.
         """
         self.error: Exception | None = None
         self._tensors = tensors

@@ -1,6 +1,6 @@
 """The table of a checkpoint's shards: which part of which tensor is in which file.
 
-It is part of ``checkpoint.json``, so its checksum covers it and no other file has to be opened to
+It is part of `checkpoint.json`, so its checksum covers it and no other file has to be opened to
 know what a checkpoint holds.
 """
 
@@ -45,13 +45,13 @@ class StoredTensor:
 
 
 def shard_table(plans: Mapping[str, Sequence[WriteItem]]) -> dict[str, Any]:
-    """Return the table as plain JSON values: name to ``{"dtype", "shape", "shards"}``.
+    """Return the table as plain JSON values: name to `{"dtype", "shape", "shards"}`.
 
     Args:
         plans: What each file will hold, by its name.
 
     Returns:
-        A shard is ``[file, first index by dimension, size by dimension]``.
+        A shard is `[file, first index by dimension, size by dimension]`.
     """
     table: dict[str, Any] = {}
     for file, items in plans.items():

@@ -42,7 +42,7 @@ class WeightSource(Protocol):
     def read(
         self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:  # pragma: no cover - protocol
-        """Return ``parameter[offsets[0] : offsets[0] + shape[0], ...]`` on the CPU.
+        """Return `parameter[offsets[0] : offsets[0] + shape[0], ...]` on the CPU.
 
         Args:
             name: The parameter's name in this package's models.
@@ -70,7 +70,7 @@ class HFFolderSource:
         Args:
             checkpoint_dir: The folder.
             to_hf_name: Gives the name in the files for a name in the model.
-            checkpoint_files: See :func:`~torchtune_cp.checkpointing.folder.check_folder`.
+            checkpoint_files: See `check_folder`.
 
         Raises:
             UserError: The folder is not whole.
@@ -210,7 +210,7 @@ class HFFolderSource:
     ) -> None:
         """Compare the files with the model; report every difference at once.
 
-        Ignored, with a line in the log, are ``rotary_emb.inv_freq`` (computed here, stored by old files)
+        Ignored, with a line in the log, are `rotary_emb.inv_freq` (computed here, stored by old files)
         and, where the model ties its output to the embedding, a stored copy of that.
 
         Args:
@@ -296,7 +296,7 @@ class RandomSource:
         Args:
             seed: The run's seed.
             shapes: Parameter names and full shapes.
-            init: Fills a tensor in place: ``init(name, tensor, generator)``.
+            init: Fills a tensor in place: `init(name, tensor, generator)`.
         """
         self.seed = seed
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}

@@ -1,6 +1,6 @@
 """A run's checkpoints: saved beside the training or in line with it, pruned, found again.
 
-One code path writes them. With ``asynchronous`` the shards are first copied to host buffers, which
+One code path writes them. With `asynchronous` the shards are first copied to host buffers, which
 are kept from save to save, and a thread then does what the training would otherwise wait for.
 """
 
@@ -44,10 +44,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainingCheckpoints:
-    """Saves a run's state under ``output_dir/checkpoints/step_N``; every rank makes the same calls.
+    """Saves a run's state under `output_dir/checkpoints/step_N`; every rank makes the same calls.
 
     At most one save is in flight: the next one waits for it. A save that failed is never passed over:
-    its error comes out of the next call of any method here, at the latest of :meth:`close`.
+    its error comes out of the next call of any method here, at the latest of `close`.
 
     Attributes:
         folder: Where they lie.
@@ -71,7 +71,7 @@ class TrainingCheckpoints:
             keep_last_n: Delete all but so many of the newest checkpoints, once a new one is complete;
                 None keeps all.
             keep_best: Also keep the one with the lowest validation loss.
-            on_save_error: ``raise`` ends the run when a save fails, ``continue`` logs it.
+            on_save_error: `raise` ends the run when a save fails, `continue` logs it.
         """
         assert on_save_error in ("raise", "continue"), on_save_error
         self.folder = expand_home(output_dir) / CHECKPOINTS_NAME
@@ -135,11 +135,11 @@ class TrainingCheckpoints:
         return found
 
     def load(self, found: ResumePoint, tensors: dict[str, Tensor]) -> None:
-        """Read a checkpoint's tensors into ``tensors``, in place, whatever mesh they lie on.
+        """Read a checkpoint's tensors into `tensors`, in place, whatever mesh they lie on.
 
         Args:
             found: Of a training checkpoint.
-            tensors: From :meth:`TrainingState.tensors` or by its names.
+            tensors: From `TrainingState.tensors` or by its names.
 
         Raises:
             UserError: Names, shapes or types are not those of the checkpoint.
@@ -154,7 +154,7 @@ class TrainingCheckpoints:
         record: Mapping[str, Any],
         val_loss: float | None = None,
     ) -> None:
-        """Save everything at a step boundary; with ``asynchronous`` returns once it is copied.
+        """Save everything at a step boundary; with `asynchronous` returns once it is copied.
 
         Args:
             state: What to save.
@@ -163,8 +163,8 @@ class TrainingCheckpoints:
             val_loss: Of the validation at this step, if there was one.
 
         Raises:
-            UserError: This save, or with ``asynchronous`` the one before, failed and
-                ``on_save_error`` is ``raise``.
+            UserError: This save, or with `asynchronous` the one before, failed and
+                `on_save_error` is `raise`.
         """
         self.wait()
         started = time.monotonic()
@@ -194,7 +194,7 @@ class TrainingCheckpoints:
         """Let an error of a finished background save out; does not wait.
 
         Raises:
-            UserError: The save failed and ``on_save_error`` is ``raise``.
+            UserError: The save failed and `on_save_error` is `raise`.
         """
         if self._pending is not None and self._pending[1].done():
             self.wait()
@@ -203,7 +203,7 @@ class TrainingCheckpoints:
         """Wait until no save is in flight.
 
         Raises:
-            UserError: It failed and ``on_save_error`` is ``raise``.
+            UserError: It failed and `on_save_error` is `raise`.
         """
         if self._pending is None:
             return
@@ -218,7 +218,7 @@ class TrainingCheckpoints:
         """Wait for the last save and give the group back.
 
         Raises:
-            UserError: The save failed and ``on_save_error`` is ``raise``.
+            UserError: The save failed and `on_save_error` is `raise`.
         """
         self.wait()
         if self._executor is not None:

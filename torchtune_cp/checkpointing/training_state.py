@@ -44,9 +44,9 @@ class TrainingState:
         """Every tensor of this rank, not copied: what is written in place changes the run.
 
         Returns:
-            ``model.<name>`` and ``optimizer.state.<name>.<key>``, sharded as the run shards them
-            (DTensor) or whole and the same on every rank; ``rng.<rank>.<generator>``, this rank's
-            alone; ``rank.<rank>.optimizer...``, this rank's parts of packed optimizer states.
+            `model.<name>` and `optimizer.state.<name>.<key>`, sharded as the run shards them
+            (DTensor) or whole and the same on every rank; `rng.<rank>.<generator>`, this rank's
+            alone; `rank.<rank>.optimizer...`, this rank's parts of packed optimizer states.
         """
         tensors = dict(self._model_tensors())
         if self.optimizer.state:
@@ -95,14 +95,14 @@ class TrainingState:
         """Continue as the checkpoint left off; every rank has to call this.
 
         Args:
-            record: :meth:`record` of the checkpoint.
+            record: `record` of the checkpoint.
             load: Reads the checkpoint's tensors.
             step: Optimizer steps done when it was taken.
             saved_world_size: Ranks that took it: a rank beyond keeps its own random numbers.
             same_mesh: Whether every rank holds the same parts now.
             same_hyperparameters: True takes the rates and settings of the optimizer and the state of
                 the schedule from the checkpoint. False keeps those of this run's config, with its
-                schedule moved on to ``step``.
+                schedule moved on to `step`.
 
         Raises:
             UserError: The checkpoint is of another optimizer, or of another mesh although the

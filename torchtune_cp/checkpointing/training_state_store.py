@@ -1,11 +1,11 @@
 """Training checkpoints on the disk: complete under their name, or not there.
 
-A checkpoint is ``PARENT/step_N``: safetensors files with the shards of all ranks, and
-``checkpoint.json`` (:mod:`torchtune_cp.checkpointing.manifest`). It is written as a hidden folder,
+A checkpoint is `PARENT/step_N`: safetensors files with the shards of all ranks, and
+`checkpoint.json` (`torchtune_cp.checkpointing.manifest`). It is written as a hidden folder,
 every file synced, and renamed once by rank 0 when all ranks have written. Planning, the choice
 among replicas and resharding are torch.distributed.checkpoint's; no file is ever a pickle.
 
-All communication goes through the given :class:`~torchtune_cp.checkpointing.rank_sync.RankSync`,
+All communication goes through the given `RankSync`,
 so a checkpoint can be written by a background thread with a RankSync of its own while the
 training communicates.
 """
@@ -81,7 +81,7 @@ def write_checkpoint(
     manifest: Mapping[str, Any],
     rank_sync: RankSync,
 ) -> Path:
-    """Write ``parent/step_N``; every rank has to call this.
+    """Write `parent/step_N`; every rank has to call this.
 
     A rank holds no second copy of its shards: they are written tensor by tensor. The tensors must
     not change before it returns.
@@ -199,7 +199,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return name, shape and type of every tensor of a checkpoint; opens ``checkpoint.json`` only.
+    """Return name, shape and type of every tensor of a checkpoint; opens `checkpoint.json` only.
 
     Args:
         folder: The checkpoint.
@@ -220,7 +220,7 @@ def load_tensors(
     """Read a checkpoint's tensors into the given ones, in place; every rank has to call this.
 
     Any mesh and placements will do: a rank reads the slices that its shards need. Checksums are not
-    looked at here: call :func:`verify_checkpoint` first.
+    looked at here: call `verify_checkpoint` first.
 
     Args:
         folder: The checkpoint.
@@ -231,7 +231,7 @@ def load_tensors(
 
     Raises:
         UserError: On every rank: the checkpoint cannot be used, or names, shapes or types are
-            not those of ``tensors``.
+            not those of `tensors`.
     """
     stored: dict[str, StoredTensor] = {}
     problem: str | None = None
@@ -304,7 +304,7 @@ def verify_checkpoint(folder: Path, rank_sync: RankSync | None = None) -> Manife
         rank_sync: Where the ranks wait for each other, or None to read everything here.
 
     Returns:
-        What ``checkpoint.json`` says.
+        What `checkpoint.json` says.
 
     Raises:
         UserError: With the same message on every rank: what is wrong, in one line.
@@ -360,7 +360,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def other_checkpoints(parent: Path) -> list[Path]:
-    """Return the checkpoints under names that no run gives: ``step_04``, ``step_4 (copy)``.
+    """Return the checkpoints under names that no run gives: `step_04`, `step_4 (copy)`.
 
     Args:
         parent: The folder of all checkpoints; it may be missing.
@@ -380,7 +380,7 @@ def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint; it loses its name in one step.
 
     Args:
-        folder: The checkpoint, ``step_N``.
+        folder: The checkpoint, `step_N`.
 
     Raises:
         OSError: It could not be renamed; it is untouched.

@@ -1,4 +1,4 @@
-"""``tune download``: fetch a model folder from the Hugging Face Hub."""
+"""`tune download`: fetch a model folder from the Hugging Face Hub."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune download REPO_ID``."""
+    """Add `tune download REPO_ID`."""
     parser = subparsers.add_parser(
         "download", help="fetch a model from the Hugging Face Hub", epilog=_EXAMPLES
     )

@@ -1,4 +1,4 @@
-"""``tune``: find the subcommand, run it, and turn mistakes into one line and an exit code.
+"""`tune`: find the subcommand, run it, and turn mistakes into one line and an exit code.
 
 Exit codes: 0 when the command did what was asked, 2 for a command or config that is refused before
 anything runs, 1 for a run (or download) that failed.
@@ -46,10 +46,10 @@ def _parser() -> OneLineParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``tune``.
+    """Run `tune`.
 
     Args:
-        argv: The arguments, ``sys.argv[1:]`` when None.
+        argv: The arguments, `sys.argv[1:]` when None.
 
     Returns:
         The exit code.

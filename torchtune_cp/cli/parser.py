@@ -5,12 +5,12 @@ from typing import Any, NoReturn
 
 from torchtune_cp.errors import ConfigError
 
-#: What ``add_subparsers`` returns.
+#: What `add_subparsers` returns.
 Subparsers = Any
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises :class:`ConfigError` instead of printing its whole usage."""
+    """An `ArgumentParser` that raises `ConfigError` instead of printing its whole usage."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Keep help texts as they are written."""

@@ -1,4 +1,4 @@
-"""``tune plan``: what one optimizer step of a config needs, without the devices."""
+"""`tune plan`: what one optimizer step of a config needs, without the devices."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ MOST_RANKS = 1024
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune plan --config CONFIG [options] [key=value ...]``."""
+    """Add `tune plan --config CONFIG [options] [key=value ...]`."""
     parser = subparsers.add_parser(
         "plan",
         help="predict memory, traffic and time of a run, without its devices",
@@ -105,7 +105,7 @@ def request(args: argparse.Namespace) -> Request:
     """Check everything that a command line says before anything is simulated.
 
     Args:
-        args: As parsed by ``tune plan``.
+        args: As parsed by `tune plan`.
 
     Raises:
         ConfigError: One line for each problem.

@@ -1,4 +1,4 @@
-"""``tune run``: check a config, then start a recipe on every process of this node."""
+"""`tune run`: check a config, then start a recipe on every process of this node."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ file. Without options one process is started.
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune run``; its arguments are read by :func:`run_command`."""
+    """Add `tune run`; its arguments are read by `run_command`."""
     parser = subparsers.add_parser(
         "run", help="run a recipe; takes every torchrun option", add_help=False
     )
@@ -77,11 +77,11 @@ def _torchrun_parser() -> OneLineParser:
 
 
 def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
-    """Run ``tune run`` with its arguments.
+    """Run `tune run` with its arguments.
 
     Args:
-        argv: What stands after ``run``.
-        log_level: The level given before ``run``.
+        argv: What stands after `run`.
+        log_level: The level given before `run`.
 
     Raises:
         ConfigError: The command or the config is refused; nothing was started.

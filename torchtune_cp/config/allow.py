@@ -2,9 +2,9 @@
 
 A config file comes from strangers as easily as a model does, so naming a callable must not be a way to run
 anything. Each key takes a closed list: this project's builders, which a package lists under the key in its
-``COMPONENTS``, and the optimizers and schedules of torch, torchao and transformers. A name is compared with
+`COMPONENTS`, and the optimizers and schedules of torch, torchao and transformers. A name is compared with
 that list, never looked up in a module, so it leads to nothing beside it. A user widens the list with
-``TUNE_ALLOW_COMPONENTS=pkg1,pkg2``, or by running a recipe of their own, whose folder's modules are then
+`TUNE_ALLOW_COMPONENTS=pkg1,pkg2`, or by running a recipe of their own, whose folder's modules are then
 allowed, under every key.
 """
 
@@ -55,7 +55,7 @@ class _Source:
     """A module that has components of one role.
 
     Attributes:
-        module: Its name. One of this project lists them in ``COMPONENTS``, by role and relative to itself.
+        module: Its name. One of this project lists them in `COMPONENTS`, by role and relative to itself.
         fits: Of another library: tells its components from what else the module holds.
         without: Of those, names whose arguments are functions, classes or objects, which a config lacks.
         also: Another module under which users know the same names.
@@ -91,7 +91,7 @@ class _Source:
         return None
 
 
-#: What each key takes. ``dataset_val`` takes what ``dataset`` does.
+#: What each key takes. `dataset_val` takes what `dataset` does.
 ROLES: dict[str, tuple[_Source, ...]] = {
     "model": (_Source("torchtune_cp.models"),),
     "tokenizer": (_Source("torchtune_cp.data"),),
@@ -126,7 +126,7 @@ ROLES: dict[str, tuple[_Source, ...]] = {
 
 
 def role_of(key: str) -> str | None:
-    """Return the role of a config key; an item of ``dataset``, ``dataset.0`` or ``dataset[0]``, has its role.
+    """Return the role of a config key; an item of `dataset`, `dataset.0` or `dataset[0]`, has its role.
 
     None of a key of a user's own recipe, where any component may stand.
     """
@@ -183,7 +183,7 @@ _trusted_folders: list[Path] = []
 
 
 def trust_folder(folder: Path) -> None:
-    """Allow the modules that lie directly in ``folder``: the one of the user's own recipe."""
+    """Allow the modules that lie directly in `folder`: the one of the user's own recipe."""
     folder = folder.resolve()
     if folder not in _trusted_folders:
         _trusted_folders.append(folder)
@@ -234,7 +234,7 @@ def _in_trusted_folder(path: str) -> bool:
 
 
 def source_problem(source: object) -> str | None:
-    """Say why a data set's ``source`` is refused: it would bring code along. None if it would not."""
+    """Say why a data set's `source` is refused: it would bring code along. None if it would not."""
     if str(source).lower().endswith(".py"):
         return f"{source!r} is a program, and data are not made by running one"
     if "://" in str(source):

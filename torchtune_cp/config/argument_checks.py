@@ -24,7 +24,7 @@ def checked_by(check: Check) -> Callable[[ComponentT], ComponentT]:
     """Decorate a component (class or function) with a check of its arguments.
 
     Args:
-        check: See :data:`Check`. A :class:`~torchtune_cp.errors.NotFoundHereError` says that nothing
+        check: See `Check`. A `NotFoundHereError` says that nothing
             is wrong but that this machine lacks something.
     """
 

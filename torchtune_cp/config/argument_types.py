@@ -30,7 +30,7 @@ SAID: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class AtLeast:
-    """In ``Annotated[int, AtLeast(1)]``: the smallest number allowed."""
+    """In `Annotated[int, AtLeast(1)]`: the smallest number allowed."""
 
     low: float
 

@@ -1,7 +1,7 @@
-"""``parse``: what makes a recipe's main function a program.
+"""`parse`: what makes a recipe's main function a program.
 
-It reads ``--config FILE_OR_NAME key=value ...`` from the command line, hands the config over, and
-sees to it that a failing rank ends at once, leaves one clear line and, under ``tune run``, tells the
+It reads `--config FILE_OR_NAME key=value ...` from the command line, hands the config over, and
+sees to it that a failing rank ends at once, leaves one clear line and, under `tune run`, tells the
 launcher the cause.
 """
 
@@ -64,21 +64,23 @@ def parse(
 def parse(main: Any = None, /, *, schema: Any = None) -> Any:
     """Decorate a recipe's main function.
 
-    The decorated function takes no arguments: it reads ``sys.argv``. The undecorated one stays
-    reachable as ``main.__wrapped__``.
+    The decorated function takes no arguments: it reads `sys.argv`. The undecorated one stays
+    reachable as `main.__wrapped__`.
 
     Args:
         main: A function of one argument, the config.
         schema: The recipe's config class: the function then gets a checked, typed config. Without
-            it the function gets the raw ``DictConfig``, as a user's own recipe may prefer.
+            it the function gets the raw `DictConfig`, as a user's own recipe may prefer.
 
-    Example::
-
+    Examples:
+        ```python
         @config.parse(schema=FullFinetuneConfig)
         def main(cfg: FullFinetuneConfig) -> None: ...
 
+
         if __name__ == "__main__":
             main()
+        ```
     """
     if main is None:
         return functools.partial(_decorate, schema=schema)
@@ -191,7 +193,7 @@ def _summary(error: BaseException, collective_timeout_s: float | None) -> str:
 
 
 def _kind(error: BaseException) -> str:
-    """Return what a launcher has to know of an error, see ``record_failure``."""
+    """Return what a launcher has to know of an error, see `record_failure`."""
     for kind, found in (
         ("config", isinstance(error, ConfigError)),
         ("user", isinstance(error, UserError)),

@@ -1,4 +1,4 @@
-"""From ``{_component_: dotted.path, argument: value}`` to the object it describes."""
+"""From `{_component_: dotted.path, argument: value}` to the object it describes."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwarg
     depth), which are built first; no other takes any.
 
     Args:
-        node: ``{_component_: dotted.path, argument: value, ...}``; None gives None.
+        node: `{_component_: dotted.path, argument: value, ...}`; None gives None.
         *args: Positional arguments put before those of the config (an optimizer's parameters).
         **kwargs: Keyword arguments that win over those of the config.
 
@@ -53,7 +53,7 @@ def component_callable(
         key: The config key of a dotted path; a node knows its own.
 
     Raises:
-        ConfigError: As :func:`instantiate`.
+        ConfigError: As `instantiate`.
     """
     if isinstance(node, str):
         return get_component(node, key)
@@ -236,7 +236,7 @@ def value_problems(
     positional: int = 0,
     supplied: Collection[str] = (),
 ) -> list[str]:
-    """As :func:`node_problems`, for a config value: a node, a list of nodes, or a dotted path."""
+    """As `node_problems`, for a config value: a node, a list of nodes, or a dotted path."""
     if isinstance(node, str):
         try:
             get_component(node, key)
@@ -261,10 +261,10 @@ def components_problems(tree: Any, key: str = "") -> list[str]:
 
     Args:
         tree: The resolved config as plain containers.
-        key: The config key of ``tree``, for messages.
+        key: The config key of `tree`, for messages.
 
     Returns:
-        As :func:`node_problems`, without what is missing.
+        As `node_problems`, without what is missing.
     """
     if isinstance(tree, list):
         return [p for i, v in enumerate(tree) for p in components_problems(v, f"{key}.{i}")]

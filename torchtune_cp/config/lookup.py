@@ -16,9 +16,9 @@ def get_component(path: str, key: str = COMPONENT) -> Callable[..., Any]:
     """Return the class or function that a dotted path names.
 
     Args:
-        path: A dotted path; ``torchtune.`` names resolve to this project's equivalents.
+        path: A dotted path; `torchtune.` names resolve to this project's equivalents.
         key: The config key that holds it: it says which components may be named (see
-            :mod:`torchtune_cp.config.allow`).
+            `torchtune_cp.config.allow`).
 
     Raises:
         ConfigError: A name that does not exist, or that a config may not name there.

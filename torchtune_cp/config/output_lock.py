@@ -1,4 +1,4 @@
-"""One run, one folder: a lock in ``output_dir`` that dies with the process that holds it.
+"""One run, one folder: a lock in `output_dir` that dies with the process that holds it.
 
 The process that writes for all ranks (rank 0) holds it. The kernel's lock on the file ends with that
 process, however it ends, on NFS too; but some file systems have no such locks, or none that reach another
@@ -47,7 +47,7 @@ class Owner:
         started: When it started, in the kernel's count; None where that is not known.
         launcher: The process that started it and would start it again; None without one.
         launcher_started: When that one started.
-        job: torchrun's ``--rdzv-id``, the same on all nodes of a run; None without torchrun.
+        job: torchrun's `--rdzv-id`, the same on all nodes of a run; None without torchrun.
         ended: Whether it has said that it is done.
     """
 
@@ -137,7 +137,7 @@ class OutputLock:
 
         Args:
             me: This process.
-            let_pass: A :attr:`Owner.job` of several nodes that this process belongs to: a lock that is
+            let_pass: A `Owner.job` of several nodes that this process belongs to: a lock that is
                 held for it is in order, and is not taken.
 
         Raises:
@@ -175,7 +175,7 @@ class OutputLock:
         self.last, self.taken = owner, True
 
     def hold(self, me: Owner) -> None:
-        """Say who has the taken lock, and renew that until :meth:`release`."""
+        """Say who has the taken lock, and renew that until `release`."""
         assert self.taken
         self._me = me
         self._write(me)

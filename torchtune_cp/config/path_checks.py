@@ -25,9 +25,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
-    """Replace a leading ``~`` or ``~user``.
+    """Replace a leading `~` or `~user`.
 
-    Unlike ``Path.expanduser``, it raises nothing for a user who is not there: the path stays as it is, and is
+    Unlike `Path.expanduser`, it raises nothing for a user who is not there: the path stays as it is, and is
     missed under its name like any other.
 
     Args:
@@ -37,7 +37,7 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 
 
 def as_path(key: str, text: str) -> Path:
-    """Turn a config's value into an absolute path, its ``~`` replaced.
+    """Turn a config's value into an absolute path, its `~` replaced.
 
     Args:
         key: The config key, for messages.

@@ -37,7 +37,7 @@ _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping, with OmegaConf's rules (``2e-5`` is a number).
+    """Read a YAML file that holds a mapping, with OmegaConf's rules (`2e-5` is a number).
 
     Args:
         path: The file.
@@ -175,7 +175,7 @@ def _problem(event: yaml.NodeEvent, is_key: bool, sizes: dict[str, int]) -> str 
 
 
 def _line_of_bad_value(text: str) -> str:
-    """Say `` line N`` of the value that the loader fails with; it tells only that it has failed."""
+    """Say ` line N` of the value that the loader fails with; it tells only that it has failed."""
     for event in yaml.parse(text, Loader=_EVENTS):
         if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or "${" in event.value):
             try:

@@ -72,9 +72,9 @@ def _default_loss() -> DictConfig:
 
 @dataclass(kw_only=True)
 class FullFinetuneConfig:
-    """Config of ``full_finetune_distributed``; the keys are torchtune's.
+    """Config of `full_finetune_distributed`; the keys are torchtune's.
 
-    Components stay config nodes (``{_component_: dotted.path, ...}``) that the recipe instantiates.
+    Components stay config nodes (`{_component_: dotted.path, ...}`) that the recipe instantiates.
     """
 
     # Which values came from the environment; without an annotation, for it is no key.
@@ -176,7 +176,7 @@ def _default_masking() -> DictConfig:
 
 @dataclass(kw_only=True)
 class MaskedLMConfig(FullFinetuneConfig):
-    """Config of ``esm2_mlm_distributed``: the keys of :class:`FullFinetuneConfig` and these."""
+    """Config of `esm2_mlm_distributed`: the keys of `FullFinetuneConfig` and these."""
 
     # How samples become batches
     masking: Annotated[DictConfig, Rule(positional=1, supplied=("seed",))] = field(
@@ -228,7 +228,7 @@ def to_typed(
 ) -> FullFinetuneConfig:
     """Turn a config into the recipe's typed one: resolved, checked, defaults filled in.
 
-    ``batch_size_val`` becomes ``batch_size`` where it is not given.
+    `batch_size_val` becomes `batch_size` where it is not given.
 
     Raises:
         ConfigError: With every problem found.
@@ -280,7 +280,7 @@ def check(
 
     Returns:
         The resolved values as plain containers, defaults filled in, without those that have a
-        problem; and every problem, one line each, as :func:`validate` and :func:`component_problems`
+        problem; and every problem, one line each, as `validate` and `component_problems`
         give them.
     """
     values, problems = _check(cfg, schema, world_size)
@@ -317,7 +317,7 @@ def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
 
 
 def resolved_yaml(cfg: FullFinetuneConfig | DictConfig) -> str:
-    """Return :func:`resolved_dict` as YAML; loading it gives the same run again."""
+    """Return `resolved_dict` as YAML; loading it gives the same run again."""
     return OmegaConf.to_yaml(OmegaConf.create(resolved_dict(cfg)))
 
 
@@ -333,7 +333,7 @@ class _Key:
 
     @property
     def is_component(self) -> bool:
-        """Whether a mapping here is a component (``compile`` takes a mapping of switches)."""
+        """Whether a mapping here is a component (`compile` takes a mapping of switches)."""
         return DictConfig in self.accepted and self.name != "compile"
 
 
@@ -383,7 +383,7 @@ def _check(
 
 
 def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
-    """Take ``keep_last_n`` from the checkpointer, which has it in torchtune."""
+    """Take `keep_last_n` from the checkpointer, which has it in torchtune."""
     given = (values.get("checkpointer") or {}).get("keep_last_n_checkpoints")
     if given is None or "keep_last_n" not in values:
         return []
@@ -407,7 +407,7 @@ def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:
     """Refuse variables whose value everybody could read as the name of a folder, a file or a run.
 
     Args:
-        origins: See :func:`torchtune_cp.config.environment.from_environment`.
+        origins: See `torchtune_cp.config.environment.from_environment`.
     """
     for path, origin in origins.items():
         names = secret_variables(origin)

@@ -1,7 +1,7 @@
 """Keeps passwords, tokens and keys out of everything that is written, logged or printed.
 
-A secret is known by where it comes from (``${oc.env:NAME}`` in a config), by its place (the value of a
-key such as ``hf_token``, in a config or among the environment variables), or by its form (the keys of
+A secret is known by where it comes from (`${oc.env:NAME}` in a config), by its place (the value of a
+key such as `hf_token`, in a config or among the environment variables), or by its form (the keys of
 well-known services, passwords in URLs).
 """
 
@@ -75,7 +75,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def remember_secrets(config: Any) -> None:
-    """Have :func:`mask_text` know the values of a config's secret keys, wherever they turn up.
+    """Have `mask_text` know the values of a config's secret keys, wherever they turn up.
 
     Args:
         config: An OmegaConf config, or plain dicts and lists.
@@ -127,7 +127,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def forget(value: str) -> None:
-    """Have :func:`mask_text` leave a value alone that turned out to be public: one of a key's choices."""
+    """Have `mask_text` leave a value alone that turned out to be public: one of a key's choices."""
     _remembered.discard(value)
 
 
@@ -151,7 +151,7 @@ def is_private(text: str) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text file that holds a config; with mode 0600 where :func:`is_private` says so.
+    """Write a text file that holds a config; with mode 0600 where `is_private` says so.
 
     Args:
         path: An earlier file is replaced.
@@ -183,9 +183,9 @@ def mask_text(text: str) -> str:
         text: A log line, an error's message, a traceback.
 
     Returns:
-        The text; values of environment variables such as ``HF_TOKEN``, remembered values (see
-        :func:`remember_secrets`), parts with the form of a known service's key, and what stands
-        behind ``api_key=`` read ``***``.
+        The text; values of environment variables such as `HF_TOKEN`, remembered values (see
+        `remember_secrets`), parts with the form of a known service's key, and what stands
+        behind `api_key=` read `***`.
     """
     text = _mask_known(text)
     text = _FORM.sub(MASK, text)
@@ -229,12 +229,12 @@ def mask_secrets(config: Any, origins: Mapping[environment.Path, Origin] | None 
     Args:
         config: An OmegaConf config, or plain dicts and lists.
         origins: Where a config that is resolved already got its values from, see
-            :func:`torchtune_cp.config.environment.from_environment`.
+            `torchtune_cp.config.environment.from_environment`.
 
     Returns:
-        Plain containers; the values of keys such as ``api_key``, ``hf_token`` or ``password``, and the
+        Plain containers; the values of keys such as `api_key`, `hf_token` or `password`, and the
         parts of strings that have the form of a known service's key or are the value of such an
-        environment variable, read ``***``. What ``${oc.env:NAME}`` put in reads ``${oc.env:NAME}``, so
+        environment variable, read `***`. What `${oc.env:NAME}` put in reads `${oc.env:NAME}`, so
         that a config can be loaded again.
     """
     if isinstance(config, (DictConfig, ListConfig)):

@@ -1,6 +1,6 @@
 """torchtune's public component names and what stands for each of them here.
 
-One explicit table: a name in it resolves to this project's equivalent, every other ``torchtune.``
+One explicit table: a name in it resolves to this project's equivalent, every other `torchtune.`
 name is refused with what to use instead. torchtune itself is never imported.
 """
 
@@ -176,7 +176,7 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
 
 
 def is_torchtune_name(path: str) -> bool:
-    """Say whether a component path belongs to torchtune (``torchtune.x.y``)."""
+    """Say whether a component path belongs to torchtune (`torchtune.x.y`)."""
     return path == "torchtune" or path.startswith("torchtune.")
 
 
@@ -184,7 +184,7 @@ def resolve(path: str) -> str:
     """Return this project's dotted path for a component path; other packages' paths are unchanged.
 
     Raises:
-        ConfigError: A ``torchtune.`` name without an equivalent; the message says what to use.
+        ConfigError: A `torchtune.` name without an equivalent; the message says what to use.
     """
     if not is_torchtune_name(path) or path in ALIASES:
         return ALIASES.get(path, path)

@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own(host: str) -> bool:
-    """Say whether ``host`` is this machine.
+    """Say whether `host` is this machine.
 
     Raises:
         AddressError: The name is not known.
@@ -55,7 +55,7 @@ def is_own(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on the loopback interface if ``host`` is of it, else on every interface.
+    """Listen on the loopback interface if `host` is of it, else on every interface.
 
     Args:
         host: The name by which the others reach this machine.
@@ -88,7 +88,7 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
     Args:
         host: Name or address.
         port: Of the store.
-        deadline: On the clock of ``time.monotonic``.
+        deadline: On the clock of `time.monotonic`.
 
     Raises:
         AddressError: Nothing did in time; says what was found instead.

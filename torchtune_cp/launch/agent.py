@@ -19,7 +19,7 @@ class AgentWatch:
     """What is called while torch's agent supervises the workers of this node.
 
     Attributes:
-        tick: Called ten times a second while they run (torchrun's ``--monitor-interval``); what it raises
+        tick: Called ten times a second while they run (torchrun's `--monitor-interval`); what it raises
             ends the run.
         may_restart: Called with the failures by rank and the number of the restart, counted from 1;
             returns whether to restart. Not called when no restart is left.
@@ -54,7 +54,7 @@ class _WatchfulAgent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def watched_agent(watch: AgentWatch) -> Iterator[None]:
-    """Have torchrun use an agent that calls ``watch`` (torch takes no agent as an argument)."""
+    """Have torchrun use an agent that calls `watch` (torch takes no agent as an argument)."""
     _WatchfulAgent.watch = watch
     before = torch_launcher.LocalElasticAgent
     torch_launcher.LocalElasticAgent = _WatchfulAgent  # type: ignore[misc]

@@ -28,9 +28,9 @@ class Node:
     """What a node says of itself.
 
     Attributes:
-        rank: ``--node-rank``, or what the rendezvous gave it.
-        nnodes: ``--nnodes``, the same on all.
-        run: ``--rdzv-id``, the same on all.
+        rank: `--node-rank`, or what the rendezvous gave it.
+        nnodes: `--nnodes`, the same on all.
+        run: `--rdzv-id`, the same on all.
         host: Name of the machine.
         pid: Of the launcher.
     """
@@ -49,7 +49,7 @@ class Node:
 class Arrivals:
     """The nodes of one start.
 
-    Every call talks to the store and raises ``RuntimeError`` when it is gone.
+    Every call talks to the store and raises `RuntimeError` when it is gone.
 
     Args:
         store: Of this start alone.
@@ -74,7 +74,7 @@ class Arrivals:
 
         Args:
             me: This node.
-            deadline: On the clock of ``time.monotonic``.
+            deadline: On the clock of `time.monotonic`.
 
         Raises:
             NotAllCame: The time is over.

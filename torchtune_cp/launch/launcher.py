@@ -95,7 +95,7 @@ class RunSettings:
 
 
 def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
-    """Run ``args.training_script`` as torchrun would.
+    """Run `args.training_script` as torchrun would.
 
     Args:
         args: The options of torchrun's parser, those of the rendezvous settled.
@@ -172,7 +172,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
 
 
 def _left_to_the_agent(signals: str) -> str:
-    """Take out of torchrun's ``--signals-to-handle`` those that :class:`SignalRelay` answers."""
+    """Take out of torchrun's `--signals-to-handle` those that `SignalRelay` answers."""
     ours = {number.name for number in STOP_SIGNALS}
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 

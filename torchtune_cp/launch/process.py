@@ -12,12 +12,12 @@ from typing import NoReturn
 from torchtune_cp.errors import EXIT_STOPPED, RunStopped
 from torchtune_cp.launch.run_folder import RunFolder, is_running
 
-#: Set by ``tune run`` for its workers, to its process id: they leave the report to the launcher.
+#: Set by `tune run` for its workers, to its process id: they leave the report to the launcher.
 LAUNCHED_VARIABLE = "TUNE_LAUNCHED"
-#: Set by the user (or by ``--log-level DEBUG``) to see tracebacks.
+#: Set by the user (or by `--log-level DEBUG`) to see tracebacks.
 TRACEBACK_VARIABLE = "TUNE_TRACEBACK"
 
-#: Exit codes of ``tune`` and of every recipe (with ``errors.EXIT_STOPPED``, and 128 + the number of a
+#: Exit codes of `tune` and of every recipe (with `errors.EXIT_STOPPED`, and 128 + the number of a
 #: signal that ended it at once).
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -39,7 +39,7 @@ def usable_cores() -> int:
 
 
 def launched_by() -> int | None:
-    """The process that started this one and may start it again: ``tune run``, or torch's agent."""
+    """The process that started this one and may start it again: `tune run`, or torch's agent."""
     launcher = os.environ.get(LAUNCHED_VARIABLE)
     if launcher:
         return int(launcher)
@@ -78,7 +78,7 @@ def leave(stopped: RunStopped) -> NoReturn:
 
     To torch's elastic agent a complete save is a success: anything else it would answer by ending
     the other ranks before they have left, or by starting all of them again. What it was stands in the
-    run's folder, and the launcher exits with ``EXIT_STOPPED``.
+    run's folder, and the launcher exits with `EXIT_STOPPED`.
     """
     folder = RunFolder.from_environment()
     if folder is None:
@@ -117,20 +117,20 @@ def record_failure(
     lost_peer: bool = False,
     exit_code: int = EXIT_FAILED,
 ) -> None:
-    """Write the error where torch's elastic agent looks for it (``TORCHELASTIC_ERROR_FILE``).
+    """Write the error where torch's elastic agent looks for it (`TORCHELASTIC_ERROR_FILE`).
 
-    The format is that of ``torch.distributed.elastic.multiprocessing.errors``. Its time stamp counts
+    The format is that of `torch.distributed.elastic.multiprocessing.errors`. Its time stamp counts
     seconds, too coarse to tell the first failing rank from those that lost their peer to it, so a
     finer one goes with it.
 
     Args:
-        summary: One line for the user (one a problem with ``config``). No text may hold a secret.
-        kind: ``config`` and ``user`` are the user's to mend; ``signal`` ended the rank; ``timeout`` means
-            that another rank did not come; ``error`` is the rest.
+        summary: One line for the user (one a problem with `config`). No text may hold a secret.
+        kind: `config` and `user` are the user's to mend; `signal` ended the rank; `timeout` means
+            that another rank did not come; `error` is the rest.
         message: The error with its type; the summary without one.
         stack: Its traceback.
         lost_peer: Whether the rank failed only because another one did.
-        exit_code: What ``tune run`` exits with when this is the first cause.
+        exit_code: What `tune run` exits with when this is the first cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -172,7 +172,7 @@ def timed_out(error: BaseException) -> bool:
 def lost_its_peer(error: BaseException) -> bool:
     """Say whether this rank failed only because another one did: not the first cause.
 
-    Errors that pass on another rank's say so with an attribute ``from_another_rank``; those of a
+    Errors that pass on another rank's say so with an attribute `from_another_rank`; those of a
     collective whose peer went away are known by the backends' words.
     """
     if getattr(error, "from_another_rank", False):

@@ -2,7 +2,7 @@
 
 Registered with torch's elastic agent as backends of this project. Against torch's they listen on the
 loopback interface where nobody else is to join, make the ranks a new store for each start, wait where
-signals are heard, and say in one line what they waited for. Only ``c10d`` (nodes that come and go) keeps
+signals are heard, and say in one line what they waited for. Only `c10d` (nodes that come and go) keeps
 pickled state in its store.
 """
 
@@ -65,7 +65,7 @@ class _Rendezvous(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """Return ``--rdzv-id``."""
+        """Return `--rdzv-id`."""
         return self._params.run_id
 
     def is_closed(self) -> bool:
@@ -73,7 +73,7 @@ class _Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: :meth:`shutdown` tells the others."""
+        """Do nothing: `shutdown` tells the others."""
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for this one to start its ranks again."""
@@ -85,7 +85,7 @@ class _Rendezvous(RendezvousHandler):
 
 
 def _serve(host: str, port: int) -> TCPStore:
-    """Keep a store where others know this machine as ``host``."""
+    """Keep a store where others know this machine as `host`."""
     try:
         listener = listen(host, port)
     except AddressError as error:
@@ -255,7 +255,7 @@ class StaticNodes(_SeveralNodes):
 
 
 class DynamicNodes(_SeveralNodes):
-    """Torch's own ``c10d`` rendezvous, whose state is pickled: nodes that join and leave."""
+    """Torch's own `c10d` rendezvous, whose state is pickled: nodes that join and leave."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         """Take the options; nothing is opened yet."""

@@ -1,7 +1,7 @@
 """What torchrun's rendezvous options ask for: read whole or refused, before anything is started.
 
 One node meets nobody: its store listens on the loopback interface. A fixed number of nodes meets at node
-0's store, without pickled state (``static``); ``c10d`` is for nodes that come and go, and for who names it.
+0's store, without pickled state (`static`); `c10d` is for nodes that come and go, and for who names it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.launch.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
 
-#: The backends of ``launch.rendezvous``, as torch's agent is told, and their own settings.
+#: The backends of `launch.rendezvous`, as torch's agent is told, and their own settings.
 ONE_NODE, STATIC, DYNAMIC = "tune_one_node", "tune_static", "tune_c10d"
 TIMEOUT, NODE_RANK = "tune_timeout", "tune_node_rank"
 
@@ -28,14 +28,14 @@ _MASTER_ADDR, _MASTER_PORT, _C10D_PORT = "127.0.0.1", 29500, 29400
 _SECONDS = ("read_timeout", "join_timeout", "last_call_timeout", "close_timeout")
 _C10D_NUMBERS = (*_SECONDS, "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 _YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
-#: ``--rdzv-conf`` of each backend.
+#: `--rdzv-conf` of each backend.
 _CONF = {"static": ("timeout",), "c10d": (*_C10D_NUMBERS, "store_type", "is_host")}
 #: Torch's own backends that are left to it.
 _ETCD = ("etcd", "etcd-v2")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rdzv-timeout``, and keep apart what the user names from torchrun's defaults."""
+    """Add `--rdzv-timeout`, and keep apart what the user names from torchrun's defaults."""
     from torch.distributed.argparse_util import env
 
     parser.add_argument(
@@ -50,10 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_rendezvous(args: argparse.Namespace) -> None:
-    """Choose the backend, and write into ``args`` what torch's agent is to be told.
+    """Choose the backend, and write into `args` what torch's agent is to be told.
 
     Args:
-        args: The options of ``tune run``; ``--nnodes`` is well-formed.
+        args: The options of `tune run`; `--nnodes` is well-formed.
 
     Raises:
         ConfigError: They contradict each other, or name a machine that cannot be meant.

@@ -1,4 +1,4 @@
-"""Notes that ``tune run`` and the ranks of its node leave for each other while a run is under way.
+"""Notes that `tune run` and the ranks of its node leave for each other while a run is under way.
 
 A signal carries a number and nothing else: neither who sent it nor what for. The rest is said in
 small files in a folder of the run's own, whose path the ranks inherit in an environment variable.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtune_cp.durable import write_text
 
-#: Set by ``tune run`` for its workers: where the notes of this run lie.
+#: Set by `tune run` for its workers: where the notes of this run lie.
 RUN_FOLDER_VARIABLE = "TUNE_RUN_FOLDER"
 
 #: The signals that ask a run to save and leave.
@@ -44,7 +44,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Use the folder at ``path``."""
+        """Use the folder at `path`."""
         self.path = Path(path)
 
     @classmethod
@@ -88,7 +88,7 @@ class RunFolder:
         self._write(f"ready.{os.getpid()}", "")
 
     def withdraw(self) -> None:
-        """Take :meth:`announce` back: this process has finished."""
+        """Take `announce` back: this process has finished."""
         (self.path / f"ready.{os.getpid()}").unlink(missing_ok=True)
 
     def note_asked(self, number: int) -> None:
@@ -96,7 +96,7 @@ class RunFolder:
         self._write(f"asked.{os.getpid()}", str(int(number)))
 
     def note_stopped(self, line: str) -> None:
-        """Note that this process left as asked, after a complete save; ``line`` is for the user."""
+        """Note that this process left as asked, after a complete save; `line` is for the user."""
         self._write(f"stopped.{os.getpid()}", line)
 
     # --- what both read ------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class RunFolder:
 def _namespace() -> str | None:
     """Name what process ids count in: this machine since its start, and the namespace.
 
-    None on a system without ``/proc``.
+    None on a system without `/proc`.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")

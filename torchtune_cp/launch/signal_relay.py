@@ -1,4 +1,4 @@
-"""How ``tune run`` answers a signal: it lets the ranks save and leave, and ends them if they do not."""
+"""How `tune run` answers a signal: it lets the ranks save and leave, and ends them if they do not."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SignalRelay:
         """End the run when the ranks have taken longer than the time of grace; called ten times a second.
 
         Raises:
-            BaseException: What ``end_run`` made.
+            BaseException: What `end_run` made.
         """
         asked = self._folder.asked()
         if asked is None:

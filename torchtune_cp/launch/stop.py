@@ -1,10 +1,10 @@
 """Turns signals into a request to save and leave, on which all ranks agree at a step boundary.
 
-Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's ``--signal``:
+Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's `--signal`:
 SIGUSR1; a terminal: SIGINT). The first one is remembered until all ranks stand at the same place; the
 second ends the process at once, also while its main thread sits in a collective: Python runs a
 signal's handler in the main thread only, but the number of the signal reaches another thread at once
-through ``signal.set_wakeup_fd``.
+through `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 class StopRequest:
     """The signals that this rank has received, and whether any rank has received one.
 
-    From its construction on signals no longer end the process; :meth:`close` gives them back.
+    From its construction on signals no longer end the process; `close` gives them back.
     Outside the main thread no handlers can be installed: the other ranks' requests still count.
     """
 
@@ -53,7 +53,7 @@ class StopRequest:
         Every rank has to call it at the same place: it is one all-reduce of one number over all ranks.
 
         Returns:
-            The signal's name, for example ``"SIGTERM"``, or None.
+            The signal's name, for example `"SIGTERM"`, or None.
         """
         number = self._asked
         if self._group_on is not None:

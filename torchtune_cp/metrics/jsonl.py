@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, the run's own record whatever logger is chosen."""
+"""`metrics.jsonl`: one JSON object a line, the run's own record whatever logger is chosen."""
 
 import json
 import logging
@@ -41,9 +41,9 @@ def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
 
 
 class MetricsFile:
-    """Appends to ``metrics.jsonl``; every line is complete and on its way to the disk when written.
+    """Appends to `metrics.jsonl`; every line is complete and on its way to the disk when written.
 
-    NaN and infinity are written as ``null``: JSON has no such numbers.
+    NaN and infinity are written as `null`: JSON has no such numbers.
     """
 
     def __init__(self, output_dir: str | Path, resume_step: int | None = None) -> None:
@@ -79,7 +79,7 @@ class MetricsFile:
         """Append one line.
 
         Args:
-            record: Field to number, one-element tensor or None; must have ``step``.
+            record: Field to number, one-element tensor or None; must have `step`.
         """
         assert "step" in record, record
         numbers = {name: None if v is None else to_number(v) for name, v in record.items()}
@@ -117,10 +117,10 @@ class MetricsFile:
             tokens: Label tokens of the global step.
             tokens_per_second: Over all ranks.
             step_time_s: Seconds.
-            peak_memory_bytes: See :func:`torchtune_cp.metrics.memory.peak_memory_bytes`.
+            peak_memory_bytes: See `torchtune_cp.metrics.memory.peak_memory_bytes`.
             attention_imbalance: Largest over mean attention FLOPs of the ranks; None leaves it out.
-            nonfinite_steps: Steps left out so far, if this is one of them: the line's ``loss`` or
-                ``grad_norm`` is then ``null``. Other lines do not have the field.
+            nonfinite_steps: Steps left out so far, if this is one of them: the line's `loss` or
+                `grad_norm` is then `null`. Other lines do not have the field.
             extra: Further fields of a recipe's own.
         """
         record: dict[str, Scalar | None] = {

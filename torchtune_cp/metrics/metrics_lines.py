@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl``, in whatever state it is: a crash, a full disk or an editor may have damaged it."""
+"""Reads `metrics.jsonl`, in whatever state it is: a crash, a full disk or an editor may have damaged it."""
 
 from __future__ import annotations
 

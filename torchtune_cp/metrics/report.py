@@ -28,7 +28,7 @@ class RunReport:
         """Open the metrics file and the progress display.
 
         Args:
-            output_dir: Where ``metrics.jsonl`` is written.
+            output_dir: Where `metrics.jsonl` is written.
             logger: What the config names, or None.
             total_steps: Optimizer steps of the whole run.
             world_size: Number of processes.

@@ -32,7 +32,7 @@ def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Ite
 
 @checked_by(_check_arguments)
 class TensorBoardLogger:
-    """Writes scalars to TensorBoard; look at them with ``tensorboard --logdir <log_dir>``.
+    """Writes scalars to TensorBoard; look at them with `tensorboard --logdir <log_dir>`.
 
     A resumed training run writes to the same folder, and TensorBoard drops what an earlier start had
     written beyond the step that it continues from.
@@ -52,7 +52,7 @@ class TensorBoardLogger:
 
         Args:
             log_dir: Folder, made if needed.
-            organize_logs: Give each run a folder of its own below ``log_dir``, so that TensorBoard
+            organize_logs: Give each run a folder of its own below `log_dir`, so that TensorBoard
                 shows runs side by side.
             run_notes: Where the run's folder is kept; given by the recipe.
             **other: Keys of other loggers are let pass.

@@ -29,7 +29,7 @@ def _line(payload: Mapping[str, Scalar], step: int) -> str:
 
 @checked_by(unknown_keys)
 class StdoutLogger:
-    """Writes ``Step 3 | loss:2.1 lr:0.0002`` to standard output."""
+    """Writes `Step 3 | loss:2.1 lr:0.0002` to standard output."""
 
     def __init__(self, **other: object) -> None:
         """Take nothing; keys of other loggers are let pass."""
@@ -44,7 +44,7 @@ class StdoutLogger:
         print(_line(payload, step), flush=True)
 
     def log_config(self, config: Any) -> None:
-        """Do nothing: the run's ``config.yaml`` holds the config."""
+        """Do nothing: the run's `config.yaml` holds the config."""
 
     def close(self) -> None:
         """Flush standard output."""
@@ -82,8 +82,8 @@ class DiskLogger:
 
         Args:
             log_dir: Folder, made if needed.
-            output_fmt: ``txt`` writes lines as `StdoutLogger` does, ``jsonl`` JSON objects.
-            filename: A name in that folder. Default ``log_<unix time>.<output_fmt>``.
+            output_fmt: `txt` writes lines as `StdoutLogger` does, `jsonl` JSON objects.
+            filename: A name in that folder. Default `log_<unix time>.<output_fmt>`.
             **other: Keys of other loggers are let pass.
 
         Raises:
@@ -123,7 +123,7 @@ class DiskLogger:
         self._file.flush()
 
     def log_config(self, config: Any) -> None:
-        """Write the resolved config, secrets masked, to ``<log name>.config.yaml``."""
+        """Write the resolved config, secrets masked, to `<log name>.config.yaml`."""
         path = self._path.with_suffix(".config.yaml")
         write_private(path, yaml.safe_dump(loggable_config(config), sort_keys=False))
 

@@ -29,7 +29,7 @@ _CONFIG_NAME = "torchtune_config.yaml"
 _NOTE = "wandb_run_id"
 #: Arguments and variables with which users say themselves which run it is.
 _USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
-#: What ``settings`` of a config may hold: nothing that sends, reads or runs something else.
+#: What `settings` of a config may hold: nothing that sends, reads or runs something else.
 _SETTINGS = (
     "console",
     "disable_code",
@@ -90,12 +90,12 @@ def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Ite
 class WandBLogger:
     """Logs a run to Weights & Biases.
 
-    Without network or key set ``WANDB_MODE=offline`` (or ``metric_logger.mode=offline``): the run
-    is written to ``<log_dir>/wandb/offline-run-*`` and can be sent later with ``wandb sync``.
-    A run that is already going (``wandb.init`` called by the user's own code) is used as it is.
+    Without network or key set `WANDB_MODE=offline` (or `metric_logger.mode=offline`): the run
+    is written to `<log_dir>/wandb/offline-run-*` and can be sent later with `wandb sync`.
+    A run that is already going (`wandb.init` called by the user's own code) is used as it is.
 
-    A resumed training run continues its W&B run, unless ``id``, ``resume``, ``resume_from`` or
-    ``fork_from`` (or their environment variables) say otherwise. Steps that were logged before a crash
+    A resumed training run continues its W&B run, unless `id`, `resume`, `resume_from` or
+    `fork_from` (or their environment variables) say otherwise. Steps that were logged before a crash
     and are made again after it are not logged a second time.
     """
 
@@ -114,9 +114,9 @@ class WandBLogger:
             project: Name of the project.
             entity: User or team that owns it; default is the account's own.
             group: Groups runs in the web page.
-            log_dir: Folder for the run's files (``dir`` means the same); made if needed.
+            log_dir: Folder for the run's files (`dir` means the same); made if needed.
             run_notes: Where the run's id is kept; given by the recipe.
-            **init_args: Any other argument of ``wandb.init``: ``name``, ``tags``, ``mode`` ...
+            **init_args: Any other argument of `wandb.init`: `name`, `tags`, `mode` ...
 
         Raises:
             UserError: wandb is not installed, there is no key, no connection, or a key is unknown.
@@ -184,7 +184,7 @@ class WandBLogger:
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the values of one step, with ``global_step`` as the x-axis."""
+        """Log the values of one step, with `global_step` as the x-axis."""
         if self._logged_step is not None and step <= self._logged_step:
             return
         numbers = {name: to_number(data) for name, data in payload.items()}

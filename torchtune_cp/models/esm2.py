@@ -49,7 +49,7 @@ def esm2(
         pad_token_id: The padding token.
         initializer_range: Standard deviation of random initial weights. The default suits the published
             widths; attention of narrow models, of 64 or 128 features, hardly learns where to look from
-            it: about ``1 / sqrt(embed_dim)`` is right for them.
+            it: about `1 / sqrt(embed_dim)` is right for them.
 
     Returns:
         The model, on the device of the surrounding `torch.device(...)` context.

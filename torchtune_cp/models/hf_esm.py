@@ -155,7 +155,7 @@ def is_ignored_esm_tensor(name: str) -> bool:
 
 
 def is_carried_esm_tensor(name: str) -> bool:
-    """Whether a tensor that is no parameter here is read all the same, see :func:`carried_tensors`.
+    """Whether a tensor that is no parameter here is read all the same, see `carried_tensors`.
 
     Args:
         name: Its name in the folder.

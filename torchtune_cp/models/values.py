@@ -73,8 +73,8 @@ def require_sizes(config: Any) -> None:
     """Refuse a model's sizes that are no integers from 1 on, or larger than any model's.
 
     Args:
-        config: A dataclass with fields of the names in :data:`MOST`, and numbers ``norm_eps``,
-            ``rope_base`` and ``initializer_range``.
+        config: A dataclass with fields of the names in `MOST`, and numbers `norm_eps`,
+            `rope_base` and `initializer_range`.
 
     Raises:
         ConfigError: One line for each such size.

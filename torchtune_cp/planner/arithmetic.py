@@ -70,7 +70,7 @@ def flops(
         out: What it returned.
 
     Returns:
-        ``matmul``, ``attention`` or ``attention_backward`` and the number of operations; None for
+        `matmul`, `attention` or `attention_backward` and the number of operations; None for
         everything else, whose time is that of reading and writing memory.
     """
     packet = func._overloadpacket

@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     """What one collective does.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
         group: The ranks that take part.
         bytes: What this rank sends to others.
     """
@@ -47,7 +47,7 @@ def sent(func: Any, args: tuple[Any, ...]) -> Sent | None:
     part to it, an all-reduce (by a ring) both; an all-to-all everything but the rank's own part.
 
     Args:
-        func: An operator of one of :data:`NAMESPACES`.
+        func: An operator of one of `NAMESPACES`.
         args: Its positional arguments.
 
     Returns:

@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
 class _FusedRMSNorm(torch.autograd.Function):
     """Allocates, keeps and touches what the fused kernel of CUDA does.
 
-    ``aten._fused_rms_norm`` itself would not do: on a CPU it is a composite of other operators, and two
+    `aten._fused_rms_norm` itself would not do: on a CPU it is a composite of other operators, and two
     float32 copies of each input would be kept for backward. Results are of no use, only their shapes.
     """
 
@@ -114,7 +114,7 @@ def gpu_operators() -> Generator[None, None, None]:
 def attention_inside(
     around: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Generator[None, None, None]:
-    """Enclose every call of ``F.scaled_dot_product_attention``.
+    """Enclose every call of `F.scaled_dot_product_attention`.
 
     Args:
         around: Gives a fresh context for each call.
@@ -137,7 +137,7 @@ def attention_inside(
 def flash_attention_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes that the flash attention kernels take from torch's allocator while they run.
 
-    As in ``mha_bwd`` of FlashAttention-2, which torch ships: the gradient of the queries is added up in
+    As in `mha_bwd` of FlashAttention-2, which torch ships: the gradient of the queries is added up in
     float32; with grouped queries the gradients of keys and values first exist for every query head. Both
     are an estimate until measured on a GPU.
 

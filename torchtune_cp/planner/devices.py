@@ -10,7 +10,7 @@ Where the figures stand:
 - Between nodes: docs.nvidia.com/dgx-basepod, core components: DGX H100 and H200 have eight single-port
   ConnectX-7 of 400 Gb/s for eight GPUs; developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100: eight
   single-port ConnectX-6 of 200 Gb/s.
-- Usable memory is what the CUDA driver gives a process, a little less than ``nvidia-smi`` lists (81,559 MiB
+- Usable memory is what the CUDA driver gives a process, a little less than `nvidia-smi` lists (81,559 MiB
   for an H100, 143,771 for an H200, 81,920 for an A100), as torch's out-of-memory messages report it.
 
 Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes beside its tensors, are

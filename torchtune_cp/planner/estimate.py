@@ -53,7 +53,7 @@ class StepTime:
             optimizer there).
         total: The step.
         model_flops: Operations of this rank that the model needs: nothing computed a second time.
-        mfu: ``model_flops`` over what the device could do in ``total``.
+        mfu: `model_flops` over what the device could do in `total`.
     """
 
     compute: float

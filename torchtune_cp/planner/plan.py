@@ -153,7 +153,7 @@ def tasks_of(
     exact: bool = False,
     ranks: list[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """The simulations that a plan is made of: arguments of ``rank_profile``."""
+    """The simulations that a plan is made of: arguments of `rank_profile`."""
     degrees = mesh_degrees(cfg, cluster.size)
     return [
         {
@@ -255,7 +255,7 @@ def make_plan(
 
 
 def divisor(degrees: dict[str, int]) -> int:
-    """What a sequence is padded to a multiple of; see ``ParallelDims.min_seq_len_divisor``."""
+    """What a sequence is padded to a multiple of; see `ParallelDims.min_seq_len_divisor`."""
     return (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
 
 

@@ -56,7 +56,7 @@ class Profile:
         copied: Bytes copied from the device to the host or back.
         host_peak: The most bytes of tensors on the host.
         host_needed: What they take there: pinned memory as torch rounds it, and never gives it back.
-        backlog: See :class:`~torchtune_cp.planner.trace.Trace`.
+        backlog: See `Trace`.
     """
 
     moments: list[Moment]
@@ -158,13 +158,13 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
     """Extrapolate two traces to the whole model.
 
     Args:
-        few: Of ``depths[0]`` layers.
-        more: Of ``depths[1]`` layers.
-        depths: From :func:`layers_to_trace`.
+        few: Of `depths[0]` layers.
+        more: Of `depths[1]` layers.
+        depths: From `layers_to_trace`.
         num_layers: Of the model.
 
     Returns:
-        The profile of ``num_layers`` layers.
+        The profile of `num_layers` layers.
     """
     fewer, period = depths[0], depths[1] - depths[0]
     times = (num_layers - depths[1]) // period

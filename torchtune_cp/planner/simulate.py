@@ -203,7 +203,7 @@ def simulate(
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
         gpu: Whether operators are those of a GPU.
-        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        separate_host: Whether host memory is another memory; None for as it is with `gpu`.
         num_layers: Layers of the model to keep, None for all.
         every_tile: Run every turn of the loops over tiles of the sequence, not one for all equal ones.
 
@@ -350,7 +350,7 @@ def rank_profile(
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
         gpu: Whether operators are those of a GPU.
-        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        separate_host: Whether host memory is another memory; None for as it is with `gpu`.
         exact: Run all layers and all tiles rather than extrapolate from a few.
     """
     play = partial(

@@ -32,7 +32,7 @@ NO_LEVER: dict[str, Any] = {
     "fsdp_cpu_offload": False,
 }
 
-#: Levers from those that cost least to those that cost most, each on top of those before it. A ``.`` leads
+#: Levers from those that cost least to those that cost most, each on top of those before it. A `.` leads
 #: to an argument of a component.
 LEVERS: tuple[dict[str, Any], ...] = (
     {"ac_mode": "selective", "ac_option": "op"},
@@ -106,7 +106,7 @@ def overridden(cfg: FullFinetuneConfig, overrides: dict[str, Any]) -> FullFinetu
 
     Args:
         cfg: The config; it stays as it is.
-        overrides: Values by key; ``loss.reuse_hidden`` is an argument of the component ``loss``.
+        overrides: Values by key; `loss.reuse_hidden` is an argument of the component `loss`.
     """
     flat = {key: value for key, value in overrides.items() if "." not in key}
     for key, value in overrides.items():

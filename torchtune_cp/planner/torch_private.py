@@ -1,7 +1,7 @@
 """Everything the planner uses of torch that torch has not made public.
 
 Training does not need any of it: what training needs stands in
-:mod:`torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was
+`torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was
 checked with.
 """
 
@@ -113,10 +113,10 @@ def watching_fsdp(
     around: Callable[[str], contextlib.AbstractContextManager[None]],
     see_gradient: Callable[[torch.Tensor], None],
 ) -> Generator[None, None, None]:
-    """Say when FSDP gathers parameters or reduces gradients (``FSDPParamGroup``, 2.13.0).
+    """Say when FSDP gathers parameters or reduces gradients (`FSDPParamGroup`, 2.13.0).
 
     Args:
-        around: Called with ``"gather"`` or ``"reduce"``; the context encloses what FSDP does.
+        around: Called with `"gather"` or `"reduce"`; the context encloses what FSDP does.
         see_gradient: Called with each gradient of a gathered parameter before it is reduced.
     """
 
@@ -150,9 +150,9 @@ def watching_fsdp(
 def offloading_copies(
     on_host: Callable[[bool], contextlib.AbstractContextManager[None]],
 ) -> Generator[None, None, None]:
-    """Let FSDP's offloading copy, although host and device are the same memory (``FSDPParam``, 2.13.0).
+    """Let FSDP's offloading copy, although host and device are the same memory (`FSDPParam`, 2.13.0).
 
-    It moves shards and gradients by ``.to(device)``, which on a CPU does nothing. Here shards are copied
+    It moves shards and gradients by `.to(device)`, which on a CPU does nothing. Here shards are copied
     to be gathered, and reduced gradients are copied away, as from and to a GPU.
 
     Args:

@@ -41,10 +41,10 @@ class Place(NamedTuple):
     """Where in the step an operator runs.
 
     Attributes:
-        phase: One of :data:`PHASES`.
+        phase: One of `PHASES`.
         layer: Index of the transformer layer, -1 outside.
         path: Module below the layer, or of the model; empty outside of modules.
-        activity: ``attention``, ``loss``, ``gather``, ``reduce`` or empty.
+        activity: `attention`, `loss`, `gather`, `reduce` or empty.
         again: Whether forward is being computed a second time, inside backward.
     """
 
@@ -66,9 +66,9 @@ class Transfer(NamedTuple):
     """One kind of collective on one mesh dimension.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
         mesh: Name of the mesh dimension.
-        phase: One of :data:`PHASES`.
+        phase: One of `PHASES`.
     """
 
     kind: str
@@ -82,13 +82,13 @@ class Trace:
 
     Attributes:
         places: The distinct places.
-        place: [ops] index into ``places`` of each operator.
+        place: [ops] index into `places` of each operator.
         device: [ops, categories] bytes on the device while each operator runs (its own working space
-            included), by :data:`CATEGORIES`.
+            included), by `CATEGORIES`.
         host: [ops] bytes in host memory; all 0 where the device is the host.
         transfers: Bytes sent by this rank and calls.
         flops: Floating-point operations by (kind, whether computed a second time); kinds are
-            ``matmul``, ``attention`` and ``attention_backward``.
+            `matmul`, `attention` and `attention_backward`.
         moved: Bytes that operators without a matrix product read and write on the device.
         host_moved: The same on the host.
         copied: Bytes copied from the device to the host or back.

@@ -70,7 +70,7 @@ class StepTracker(TorchDispatchMode):
     """Records every operator of a step on local tensors.
 
     Put it inside the fake mode; enter it before the model is built, so that it knows every storage, and
-    call :meth:`start` before the step.
+    call `start` before the step.
 
     Where an operator belongs is found by hooks on modules in forward, and in backward by the number of
     the autograd node, which says during which module's forward the node was made.
@@ -80,7 +80,7 @@ class StepTracker(TorchDispatchMode):
 
     Args:
         mesh_of: Name of the mesh dimension of a process group, given also the activity.
-        workspace: See :data:`Workspace`.
+        workspace: See `Workspace`.
         uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep alive.
         separate_host: Whether host memory is another memory than the device's.
     """
@@ -153,7 +153,7 @@ class StepTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Generator[None, None, None]:
-        """Enclose an activity; see :class:`~torchtune_cp.planner.trace.Place`.
+        """Enclose an activity; see `Place`.
 
         Args:
             activity: Its name.
@@ -380,7 +380,7 @@ class StepTracker(TorchDispatchMode):
 
         Args:
             tensor: Of a DTensor, the local part counts.
-            category: One of :data:`~torchtune_cp.planner.trace.CATEGORIES`.
+            category: One of `CATEGORIES`.
             on_host: Whether it lies on the host.
             pinned: Whether its memory there is pinned.
         """

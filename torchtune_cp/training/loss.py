@@ -120,7 +120,7 @@ class LinearCrossEntropyLoss:
         num_output_chunks: A slice's tokens are projected in at least this many chunks.
         ignore_index: The label of tokens that do not count.
         max_chunk_tokens: No chunk is longer than this many tokens, however long the slice: the logits
-            of a chunk take ``max_chunk_tokens x v x 4`` bytes.
+            of a chunk take `max_chunk_tokens x v x 4` bytes.
         reuse_hidden: In training, put the gradient of the hidden states into their own memory, chunk by
             chunk: one tensor of the whole slice instead of two. The caller's hidden states are
             overwritten; nothing else in the models here reads them.
@@ -148,7 +148,7 @@ class LinearCrossEntropyLoss:
         self.reuse_hidden = reuse_hidden
 
     def chunk_tokens(self, num_tokens: int) -> int:
-        """How many tokens are projected at a time when a slice has ``num_tokens``."""
+        """How many tokens are projected at a time when a slice has `num_tokens`."""
         return max(1, min(-(-num_tokens // self.num_output_chunks), self.max_chunk_tokens))
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -156,14 +156,14 @@ class LinearCrossEntropyLoss:
 
         Args:
             hidden: [batch, seq, d], after the last norm.
-            weight: [v, d], the output projection. Under tensor parallelism both are DTensors, ``hidden``
-                replicated and ``weight`` cut along v; then each rank takes the logits of its own v / tp
+            weight: [v, d], the output projection. Under tensor parallelism both are DTensors, `hidden`
+                replicated and `weight` cut along v; then each rank takes the logits of its own v / tp
                 token ids only.
-            labels: [batch, seq], already shifted; ``ignore_index`` where nothing is to be predicted.
+            labels: [batch, seq], already shifted; `ignore_index` where nothing is to be predicted.
 
         Returns:
             The sum of the token losses in nats, a float32 scalar (float64 for float64 inputs). It
-            depends on ``hidden`` and ``weight`` even where no label counts: their gradient is then 0.
+            depends on `hidden` and `weight` even where no label counts: their gradient is then 0.
             Its backward can be called once.
         """
         shard = None

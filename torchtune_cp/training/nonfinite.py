@@ -39,7 +39,7 @@ def step_totals(
     """Add the loss up over ranks and read it together with the norm: one wait for the device.
 
     Args:
-        meshes: Losses add up over ``meshes.loss``; ``meshes.tp`` must agree on what is finite.
+        meshes: Losses add up over `meshes.loss`; `meshes.tp` must agree on what is finite.
         losses: This rank's sum of token losses for each micro-batch, scalars.
         grad_norm: Of the step's whole gradient, a scalar, already combined over ranks.
         device: Where the process group's collectives run.
@@ -62,7 +62,7 @@ def step_totals(
 
 
 class NonFiniteGuard:
-    """Decides about steps whose loss or gradient is NaN or infinite (``on_nonfinite``).
+    """Decides about steps whose loss or gradient is NaN or infinite (`on_nonfinite`).
 
     Attributes:
         count: Steps skipped so far in the whole run; a resumed run sets it.
@@ -74,7 +74,7 @@ class NonFiniteGuard:
         """Count from zero.
 
         Args:
-            action: ``skip`` (the optimizer leaves the step out) or ``raise`` (the run ends).
+            action: `skip` (the optimizer leaves the step out) or `raise` (the run ends).
             meshes: Names the data-parallel rank whose samples are named.
             before_raising: Called on every rank before the run ends, for what must not be lost: a
                 checkpoint that is being written.
@@ -99,14 +99,14 @@ class NonFiniteGuard:
         only); a step that is let through costs nothing.
 
         Args:
-            totals: From :func:`step_totals`.
+            totals: From `step_totals`.
             step: The number of the step, from 1 on.
             losses: This rank's sum of token losses for each micro-batch.
-            batches: This rank's micro-batches, whole; those with ``sample_ids`` [b] are named by
+            batches: This rank's micro-batches, whole; those with `sample_ids` [b] are named by
                 them.
 
         Raises:
-            UserError: The step is refused and ``on_nonfinite`` is ``raise``.
+            UserError: The step is refused and `on_nonfinite` is `raise`.
         """
         if totals.finite:
             return True

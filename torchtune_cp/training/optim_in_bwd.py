@@ -19,7 +19,7 @@ from torchtune_cp.errors import UserError
 class GradientNorm:
     """Adds up the 2-norm of a gradient whose parts are never alive together.
 
-    Each rank keeps one number per parameter and talks to the others once, in :meth:`total`. A part
+    Each rank keeps one number per parameter and talks to the others once, in `total`. A part
     that several ranks hold a copy of (replicas, or a parameter that is not sharded) counts once.
     """
 
@@ -116,8 +116,8 @@ class OptimizerInBackward:
     FSDP group (of two, with replicas) are alive, not those of the whole model.
 
     The optimizer stays the object it was: its parameter groups (a schedule sets their rates as ever),
-    its state and its state dict are those of a run that steps after backward. ``step()`` and
-    ``zero_grad()`` after backward find no gradient and do nothing, so a training loop is the same
+    its state and its state dict are those of a run that steps after backward. `step()` and
+    `zero_grad()` after backward find no gradient and do nothing, so a training loop is the same
     with and without. What needs all gradients at once cannot work: clipping, accumulation.
 
     Attributes:
@@ -156,7 +156,7 @@ class OptimizerInBackward:
 
         Args:
             index: Of its group. Not the group itself: loading a state dict makes new ones.
-            parameter: Its ``grad`` is complete.
+            parameter: Its `grad` is complete.
         """
         assert parameter.grad is not None
         self._norm.add(parameter.grad)
@@ -165,7 +165,7 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def _update(self, index: int, parameter: Tensor) -> None:
-        """Take the optimizer's step for one parameter; arguments as of :meth:`_step_one`."""
+        """Take the optimizer's step for one parameter; arguments as of `_step_one`."""
         step_alone(self.optimizer, index, parameter, key=self.key)
 
     def _free_last_buffer(self, gradient: Tensor) -> None:
@@ -173,7 +173,7 @@ class OptimizerInBackward:
 
         FSDP reduces a group's gradients in one buffer and hands out views of it. With replicas it
         keeps a reference to every group's buffer until backward ends (torch 2.13,
-        ``FSDPParamGroup._all_reduce_state``), lest another stream reuses the memory too early, and
+        `FSDPParamGroup._all_reduce_state`), lest another stream reuses the memory too early, and
         freeing the views would free nothing. Its content is not needed again: groups come one after
         the other, so when the next one's first gradient arrives the last one's have all been used.
         """

@@ -57,7 +57,7 @@ class TrainingProgress:
         Args:
             cfg: The run's config.
             loader: The training data.
-            resumed: A checkpoint whose state holds :meth:`record`, or nothing, or weights alone.
+            resumed: A checkpoint whose state holds `record`, or nothing, or weights alone.
 
         Raises:
             UserError: The data is not that of the checkpoint.

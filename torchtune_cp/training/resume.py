@@ -56,7 +56,7 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
 def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
     """Make room where an earlier start has reported that this one does not go on with.
 
-    Either ``overwrite`` lets its lines go, or it never came to a checkpoint (others are refused before
+    Either `overwrite` lets its lines go, or it never came to a checkpoint (others are refused before
     the ranks start): then they are kept beside. Called on rank 0.
 
     Args:
@@ -84,7 +84,7 @@ def saved_seed(resumed: ResumePoint | None) -> int | None:
 
 
 def skipped_steps(resumed: ResumePoint | None) -> int:
-    """Steps that the run that is continued has left out (``on_nonfinite``); 0 for a new run."""
+    """Steps that the run that is continued has left out (`on_nonfinite`); 0 for a new run."""
     return 0 if resumed is None or resumed.state is None else resumed.state["nonfinite_steps"]
 
 
@@ -121,7 +121,7 @@ def restore(
         checkpoints: Reads it.
         state: What to fill; weights may be uninitialised.
         progress: Has been moved to the saved place.
-        record: :func:`run_record` of this run.
+        record: `run_record` of this run.
 
     Raises:
         UserError: The checkpoint is of another model or optimizer.

@@ -63,7 +63,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def setup_logging(level: str) -> logging.Logger:
-    """Let rank 0 speak at ``level`` and the others of errors only, so that nothing is said twice.
+    """Let rank 0 speak at `level` and the others of errors only, so that nothing is said twice.
 
     Args:
         level: A name of Python's logging levels.
@@ -110,7 +110,7 @@ def build_model(
     Args:
         cfg: The run's config.
         checkpointer: Where the weights come from.
-        meshes: Parameters are sharded over ``meshes.tp`` and ``meshes.fsdp``.
+        meshes: Parameters are sharded over `meshes.tp` and `meshes.fsdp`.
         device: Where the shards live.
         seed: Of the weights when they are random.
         resumed: What the run continues from. The weights of a training checkpoint are read with the
@@ -121,7 +121,7 @@ def build_model(
 
     Raises:
         UserError: The config names something that is no such model, or weights of another model,
-            or sizes do not divide by ``tensor_parallel_dim`` or ``attention_head_chunks``.
+            or sizes do not divide by `tensor_parallel_dim` or `attention_head_chunks`.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -198,7 +198,7 @@ def checkpoint_around_compiled(cfg: FullFinetuneConfig) -> bool:
 
 
 def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
-    """How many ranks share the attention heads with ``context_parallel_method: ulysses``, else None.
+    """How many ranks share the attention heads with `context_parallel_method: ulysses`, else None.
 
     Args:
         cfg: The run's config.
@@ -244,7 +244,7 @@ def build_optimizer(
 ) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 
-    With ``optimizer_in_bwd`` it steps inside backward, with ``optimizer_on_host`` beside it; it and its
+    With `optimizer_in_bwd` it steps inside backward, with `optimizer_on_host` beside it; it and its
     schedule are used as ever.
 
     Args:
@@ -356,9 +356,9 @@ def build_loader(
 
     Args:
         cfg: The run's config.
-        dataset: ``cfg.dataset`` or ``cfg.dataset_val``; a list is concatenated.
+        dataset: `cfg.dataset` or `cfg.dataset_val`; a list is concatenated.
         tokenizer: Handed to the datasets.
-        meshes: ``meshes.dp`` says which samples this rank reads.
+        meshes: `meshes.dp` says which samples this rank reads.
         seed: Of the order of samples.
         vocab_size: The model's; data with other token ids are refused when they are read. None does not
             look.

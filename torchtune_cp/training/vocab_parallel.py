@@ -61,7 +61,7 @@ def vocab_parallel_loss_and_grad(
 
     Args:
         logits: [c, w], float32 or wider; overwritten.
-        labels: [c], ids of the whole vocabulary, the same on every rank of ``shard.group``.
+        labels: [c], ids of the whole vocabulary, the same on every rank of `shard.group`.
         ignore_index: The label of a token that does not count.
         shard: This rank's range of ids.
 

@@ -29,7 +29,7 @@ from torchtune_cp.training.memory.gradient_sums import GradientSums
 if TYPE_CHECKING:
     from torchtune_cp.models.transformer import TransformerDecoder, TransformerLayer
 
-#: Tokens of a tile where ``mlp_tile_tokens`` says nothing.
+#: Tokens of a tile where `mlp_tile_tokens` says nothing.
 TILE_TOKENS = 4096
 
 
@@ -118,7 +118,7 @@ class _ChunkedAttention:
         Args:
             x: [b, n, e].
             cos: [b or 1, n, 1, d].
-            sin: As ``cos``.
+            sin: As `cos`.
 
         Returns:
             The half's output [b, n, e], that of attention [t, h, d], and each chunk's logsumexp.
@@ -193,12 +193,12 @@ class _ChunkedAttention:
             x: [b, n, e], as given to the call.
             cos: Likewise.
             sin: Likewise.
-            attended: From :meth:`forward`; overwritten with the gradients of the queries.
+            attended: From `forward`; overwritten with the gradients of the queries.
             logsumexps: From there.
             grad: [b, n, e], of the output.
 
         Returns:
-            The gradients of ``x`` and of :meth:`parameters`.
+            The gradients of `x` and of `parameters`.
         """
         tokens, rope = x.reshape(-1, x.size(-1)), self._rope_of_tokens(x, cos, sin)
         grad = grad.reshape(tokens.shape)
@@ -234,7 +234,7 @@ class _ChunkedAttention:
         logsumexps: list[Tensor],
         grad: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Give those of keys and values, [t, g, d], and put those of the queries into ``attended``."""
+        """Give those of keys and values, [t, g, d], and put those of the queries into `attended`."""
         attn, heads = self._layer.attn, self._heads
         kv_heads = attn.k_proj.out_features // attn.head_dim
         grad_key, grad_value = (
@@ -354,14 +354,14 @@ def apply_chunked_attention(
 
     Such a half keeps its input, the output of attention and its logsumexp for backward, which makes
     queries, keys and values of a chunk again. Forward and backward must run inside
-    ``context_parallel(..., by_documents=True)``, also on a single rank. Call it before activation
+    `context_parallel(..., by_documents=True)`, also on a single rank. Call it before activation
     checkpointing.
 
     Args:
-        model: A model with ``layers``; may be on the meta device. Without tensor parallelism and float8.
+        model: A model with `layers`; may be on the meta device. Without tensor parallelism and float8.
         heads: How its heads are divided.
         tile_tokens: Tokens that are normed and projected at a time, counted along the sequence of this
-            rank; None = ``TILE_TOKENS``.
+            rank; None = `TILE_TOKENS`.
     """
     for module in model.layers:
         layer: Any = module

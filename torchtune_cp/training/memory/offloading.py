@@ -1,6 +1,6 @@
 """Moves what backward will need to host memory, and brings it back one layer ahead of its use.
 
-torch's ``save_on_cpu`` cannot be used: under context parallelism attention saves DTensors, which it
+torch's `save_on_cpu` cannot be used: under context parallelism attention saves DTensors, which it
 mixes up with tensors, and it copies gathered parameters, a quarter of all saved bytes, for nothing.
 """
 
@@ -124,7 +124,7 @@ class ActivationOffload:
     Tensors that are alive anyway stay: parameters, their views, and what several layers share. So does
     all of the last layer, whose backward comes at once.
 
-    On the CPU the same code runs with the streams and events of ``torch.cpu``, which do nothing, and
+    On the CPU the same code runs with the streams and events of `torch.cpu`, which do nothing, and
     copies into separate tensors.
 
     Attributes:
@@ -134,7 +134,7 @@ class ActivationOffload:
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
-        """Prepare; nothing moves before a layer runs inside :meth:`layer`.
+        """Prepare; nothing moves before a layer runs inside `layer`.
 
         Args:
             device: Where the model computes.
@@ -291,11 +291,11 @@ def apply_activation_offloading(
     """Keep what the layers save for backward in host memory between forward and backward.
 
     With activation checkpointing (applied before) those are the inputs of the layers; without it, all
-    activations. Wraps each layer's ``forward``: call it after checkpointing and compilation, before
+    activations. Wraps each layer's `forward`: call it after checkpointing and compilation, before
     sharding.
 
     Args:
-        model: A model with ``layers``, each called with its input first.
+        model: A model with `layers`, each called with its input first.
         device: Where the model computes; the CPU will do.
         min_bytes: Storages smaller than this stay on the device.
 

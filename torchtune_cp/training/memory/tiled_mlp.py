@@ -86,7 +86,7 @@ class _TiledFeedForward:
             grad: [b, n, d], of the output.
 
         Returns:
-            The gradients of ``x`` and of :meth:`parameters`.
+            The gradients of `x` and of `parameters`.
         """
         parameters = self.parameters()
         sums = GradientSums(parameters)
@@ -163,7 +163,7 @@ def apply_tiled_mlp(model: LanguageModel, tile_tokens: int) -> None:
     checkpointing.
 
     Args:
-        model: A model with ``layers``; may be on the meta device.
+        model: A model with `layers`; may be on the meta device.
         tile_tokens: Tokens of a tile, counted along the sequence of this rank.
     """
     for module in model.layers:
