@@ -39,7 +39,7 @@ REFUSALS_PAGE = CHECKOUT / "docs" / "composability.md"
 #: In a subfolder, because docs/measurements/performance.md shows every file of the folder itself.
 FIGURES = RESULTS / "composability" / "figures.json"
 
-#: A global batch, whatever the mesh: the same samples in every optimizer step.
+#: A global batch, on every mesh: the same samples in every optimizer step.
 SAMPLES_PER_STEP = 4
 STEPS = 10
 SGD_LR = 1.0

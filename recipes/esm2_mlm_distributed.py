@@ -100,13 +100,13 @@ def main(cfg: MaskedLMConfig) -> None:
     nonfinite.count = skipped_steps(resumed)
     timer = StepTimer(device)
 
-    # --- the step; validation reaches the model through the same door as training -------------
+    # --- the step; validation uses the same context manager as training -------------------------
     train = masked_lm_step(
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
     def validate(step: int) -> float | None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+        """Mean token loss over the whole validation set: every sample once, on every mesh.
 
         None without a validation set, and when a signal cut it short: a resumed run then repeats it.
         """
@@ -192,7 +192,7 @@ def main(cfg: MaskedLMConfig) -> None:
     report.close()
     for open_loader in filter(None, (loader, val_loader)):
         open_loader.close()
-    log.info("the trained model lies in %s", folder)
+    log.info("the trained model is in %s", folder)
     stop.close()
     dist.destroy_process_group()
 

@@ -94,13 +94,13 @@ def main(cfg: FullFinetuneConfig) -> None:
     nonfinite.count = skipped_steps(resumed)
     timer = StepTimer(device)
 
-    # --- the step; validation cuts its sequences through the same door as training ------------
+    # --- the step; validation uses the same context manager as training -------------------------
     train = causal_lm_step(
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
     def validate(step: int) -> float | None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+        """Mean token loss over the whole validation set: every sample once, on every mesh.
 
         None without a validation set, and when a signal cut it short: a resumed run then repeats it.
         """
@@ -171,7 +171,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     folder = checkpointer.save_final(model, tokenizer, folder=output_dir / "final")
     checkpoints.close()
     report.close()
-    log.info("the fine-tuned model lies in %s", folder)
+    log.info("the fine-tuned model is in %s", folder)
     stop.close()
     dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ EXIT_STOPPED = 75
 
 
 class UserError(ValueError):
-    """A mistake by the user: the message says what was given, what is allowed and which key to change."""
+    """A user error: the message names the given value, the allowed values and the key to change."""
 
 
 class NotFoundHereError(UserError):

@@ -55,7 +55,7 @@ def _inside(folder: Path, name: object, where: str) -> Path:
     parts = PurePosixPath(name.replace("\\", "/"))
     # Whatever system a folder was made for: C:x.safetensors leaves it on Windows.
     if parts.is_absolute() or PureWindowsPath(name).anchor or ".." in parts.parts:
-        raise UserError(f"{where} names {name}, which lies outside {folder}")
+        raise UserError(f"{where} names {name}, which is outside {folder}")
     if parts.suffix != ".safetensors":
         raise UserError(f"{where} names {name}: only *.safetensors files are read")
     return folder / parts
@@ -189,7 +189,7 @@ def read_headers(
                 continue
             if index is None or not same_bytes(tensors[name], (path, entry)):
                 raise UserError(
-                    f"tensor {name} stands in both {tensors[name][0].name} and {path.name}; "
+                    f"tensor {name} is in both {tensors[name][0].name} and {path.name}; "
                     "the files must be those of one model (checkpointer.checkpoint_files names them)"
                 )
             if index.get(name) == path:
@@ -205,7 +205,7 @@ def read_headers(
 
 
 def unread_weights(checkpoint_dir: str | Path, read: Collection[Path]) -> list[str]:
-    """Names of files beside those that are read which look like weights, too.
+    """Names of further files that look like weights but are not read.
 
     Args:
         checkpoint_dir: Folder of a Hugging Face model.

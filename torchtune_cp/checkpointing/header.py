@@ -110,9 +110,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def require_word(name: object) -> None:
     """Refuse what is no name, with a ValueError."""
-    # Names stand in messages of one line, and no tensor is called so.
+    # Names appear in messages of one line, and no tensor has such a name.
     if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_WORD:
-        raise ValueError(f"{str(name)[:_SHOWN]!r} is not the name of anything")
+        raise ValueError(f"{str(name)[:_SHOWN]!r} is not a valid name")
 
 
 def _count(number: object) -> int:

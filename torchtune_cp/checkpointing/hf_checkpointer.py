@@ -57,7 +57,7 @@ class SavableTokenizer(Protocol):
     """A tokenizer that can write the files that describe it."""
 
     def save(self, folder: str | Path) -> None:  # pragma: no cover - protocol
-        """Write the files to lay beside a saved model."""
+        """Write the files that accompany a saved model."""
         ...
 
 
@@ -178,7 +178,7 @@ class FullModelHFCheckpointer:
     def keep_stored_output(self, model: LanguageModel) -> None:
         """Untie a model's output projection where the folder holds one that is not the embedding.
 
-        As transformers does, whatever `config.json` says. To be called before the model is sharded.
+        As transformers does, also against `config.json`. To be called before the model is sharded.
 
         Args:
             model: The model, on any device; changed in place.
@@ -194,7 +194,7 @@ class FullModelHFCheckpointer:
             and source.has_other_output()
         ):
             log.info(
-                "%s: lm_head.weight is not the embedding: the model keeps it as a weight of its own, though "
+                "%s: lm_head.weight is not the embedding: the model keeps it as a separate weight, although "
                 "its config ties them (tie_word_embeddings)",
                 self.checkpoint_dir,
             )
@@ -232,11 +232,11 @@ class FullModelHFCheckpointer:
         dtype: torch.dtype | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> Path:
-        """Write the model as a Hugging Face folder; every rank has to call this.
+        """Write the model as a Hugging Face folder; collective, every rank must call it.
 
         Args:
             model: The live model; its parameters may be sharded (DTensor).
-            tokenizer: Its files are laid beside the weights; None copies those of
+            tokenizer: Its files are saved with the weights; None copies those of
                 `checkpoint_dir`.
             folder: Where to write; default `<output_dir>/final`.
             dtype: The type to write; default that of the weights in `checkpoint_dir`, or of the

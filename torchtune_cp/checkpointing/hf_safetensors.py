@@ -5,7 +5,7 @@ gathering of every tensor, but only the owner of its file keeps it, and only unt
 `buffer_bytes` have come together; then all owners write, each to its own file. So no rank ever
 holds more than that part of the model.
 
-All files go to a hidden folder beside the final one, which is renamed once everything is on the
+All files are written to a hidden folder next to the final one, which is renamed once everything is on the
 disk.
 """
 
@@ -65,7 +65,7 @@ def plan_files(
         shapes: Tensor names and full shapes.
         dtype: The type they are written in.
         max_file_bytes: Most bytes of tensors in a file.
-        float32_names: Tensors that are written as float32 whatever `dtype` is.
+        float32_names: Tensors that are always written as float32.
 
     Returns:
         The files, named as Hugging Face's tools name them.
@@ -139,7 +139,7 @@ def save_hf_folder(
     buffer_bytes: int = BUFFER_BYTES,
     rank_sync: RankSync | None = None,
 ) -> None:
-    """Write a Hugging Face model folder; every rank has to call this with the same arguments.
+    """Write a Hugging Face model folder; collective, every rank must call it with the same arguments.
 
     Args:
         shapes: Hugging Face's tensor names and full shapes, in the order of the files.
@@ -148,7 +148,7 @@ def save_hf_folder(
         folder: The final folder. The files of an earlier model there are replaced, others stay.
         config: Content of `config.json`.
         dtype: The type to write.
-        float32_names: Tensors that are written as float32 whatever `dtype` is. They come first in
+        float32_names: Tensors that are always written as float32. They come first in
             `shapes`, so that no shorter type before them leaves them at an odd place in the file.
         extra_files: Files and folders to copy under their own names (tokenizer,
             `generation_config.json`); read on rank 0 only.
@@ -165,7 +165,7 @@ def save_hf_folder(
         raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")
     own_sync = rank_sync is None
     rank_sync = rank_sync or RankSync()
-    # Not beside a link, but beside what it leads to: a rename stays on one disk.
+    # Next to the target of a link, not next to the link: a rename must stay on one disk.
     final = Path(os.path.realpath(expand_home(folder)))
     try:
         _save(

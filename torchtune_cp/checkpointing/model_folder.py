@@ -1,6 +1,6 @@
 """Puts a finished model folder in the place of an earlier one; what no run writes stays where it is.
 
-A user may have laid files of their own beside a saved model. Only the files of the earlier model are
+A user may have added files to the folder of a saved model. Only the files of the earlier model are
 replaced, and the folder is complete under its name at every moment but the one between two renames.
 """
 
@@ -16,7 +16,7 @@ from torchtune_cp.durable import first_free, rename_into_place
 
 _LOG = logging.getLogger(__name__)
 
-#: Chat templates beside the default one, a file each.
+#: Chat templates other than the default one, one file each.
 TEMPLATES_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,7 +44,7 @@ def open_hidden(final: Path) -> None:
         final: The folder's final place.
 
     Raises:
-        OSError: It cannot be made, or something else than a folder stands at the final place.
+        OSError: It cannot be created, or the final path is not a folder.
     """
     temporary, replaced = hidden_place(final), _replaced(final)
     if os.path.lexists(replaced):
@@ -116,4 +116,4 @@ def _return_others(replaced: Path, final: Path) -> None:
         return
     aside = first_free(lambda number: final.with_name(f"{final.name}.earlier_{number}"))
     replaced.rename(aside)
-    _LOG.warning("%s holds what stood under names that the new %s needs", aside, final)
+    _LOG.warning("%s contains files that had the names of files of the new %s", aside, final)

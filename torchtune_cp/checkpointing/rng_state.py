@@ -46,7 +46,7 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
         _set(states)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"the checkpoint's random numbers cannot be continued: {reason}") from error
+        raise UserError(f"the checkpoint's random state cannot be restored: {reason}") from error
 
 
 def _set(states: Mapping[str, torch.Tensor]) -> None:

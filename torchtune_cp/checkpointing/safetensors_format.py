@@ -55,5 +55,5 @@ def header_bytes(
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes; a copy only of one that is on a GPU or not contiguous."""
-    # numpy has no bfloat16: hand over the bytes.
+    # numpy has no bfloat16: pass the bytes.
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

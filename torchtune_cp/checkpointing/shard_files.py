@@ -3,7 +3,7 @@
 Each rank writes one file. Which rank writes which replica, and which slices a rank needs on another
 mesh, is decided by torch's planners; here are only the bytes. torch's own
 `HuggingFaceStorageWriter` builds a rank's whole file in memory, twice, before it writes the first
-byte, and its reader takes every `*.safetensors` of the folder and casts to whatever type is asked
+byte, and its reader takes every `*.safetensors` of the folder and casts to any requested type
 for; so this writer streams, and this reader opens only the files that the checkpoint's table of shards
 names (`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
 they write it (`DCP_SHARDING_INFO`), so torch's tools read these files too.
@@ -51,7 +51,7 @@ from torchtune_cp.errors import UserError
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors whose bytes alone do not say what they are.
+    """Refuse tensors that are not fully described by their bytes.
 
     Args:
         tensors: Name to tensor or DTensor.
@@ -62,10 +62,12 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise UserError(f"{name} is a sum not yet taken, which a checkpoint cannot hold")
+            raise UserError(f"{name} is a partial sum, which a checkpoint cannot contain")
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"{name} is a {type(local).__name__}, which a checkpoint cannot hold")
+            raise UserError(
+                f"{name} is a {type(local).__name__}, which a checkpoint cannot contain"
+            )
         if local.dtype not in DTYPE_NAMES or local.is_meta or local.layout != torch.strided:
             raise UserError(
                 f"{name} is a {local.layout} tensor of {local.dtype} on {local.device}, which a "
@@ -215,7 +217,7 @@ class ShardWriter(StorageWriter):
             if tuple(tensor.shape) != _sizes(item) or tensor.dtype != _dtype(item):
                 raise RuntimeError(
                     f"{item.index.fqn}: the shard has shape {list(tensor.shape)} and "
-                    f"{tensor.dtype}, its placements say {list(_sizes(item))} and {_dtype(item)}"
+                    f"{tensor.dtype}, its placements give {list(_sizes(item))} and {_dtype(item)}"
                 )
             if tensor.numel():
                 yield tensor_bytes(tensor)
@@ -326,11 +328,13 @@ class ShardReader(StorageReader):
                 ) from error
 
     def _check_shard(self, file: Any, name: str, path: Path) -> None:
-        """Refuse a file with another shard than the table says: copying would stretch or cast it."""
+        """Refuse a file whose shard differs from the shard table: copying would stretch or cast it."""
         part = file.get_slice(name)
         expected = (self._sizes[name, path], DTYPE_NAMES[self._tensors[name].dtype])
         if (tuple(part.get_shape()), part.get_dtype()) != expected:
-            raise UserError(f"{path.name} holds another shard of {shown(name)} than the table says")
+            raise UserError(
+                f"{path.name} holds another shard of {shown(name)} than the shard table specifies"
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

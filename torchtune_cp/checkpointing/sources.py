@@ -1,6 +1,6 @@
 """Where a model's first weights come from: a Hugging Face folder, or seeded random numbers.
 
-A source hands out slices, so that every rank reads only what it keeps.
+A source returns slices, so that every rank reads only what it keeps.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Anything that can hand out a slice of a model's parameter."""
+    """Anything that can return a slice of a model's parameter."""
 
     def read(
         self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
@@ -128,7 +128,7 @@ class HFFolderSource:
             shape: Size of the slice in every dimension.
 
         Raises:
-            UserError: The tensor is missing, quantised, or the slice does not lie within it.
+            UserError: The tensor is missing, quantised, or the slice exceeds it.
         """
         hf_name, path, entry = self._find(name)
         ends = tuple(first + size for first, size in zip(offsets, shape, strict=True))
@@ -257,7 +257,7 @@ class HFFolderSource:
         ]
         if problems:
             raise UserError(
-                f"the weights in {self.checkpoint_dir} are not those of the model: "
+                f"the weights in {self.checkpoint_dir} do not match the model: "
                 f"{'; '.join(problems)}"
             )
         if ignored:
@@ -272,7 +272,7 @@ class HFFolderSource:
 
 
 def _grouped(names: Sequence[str]) -> str:
-    """Names with the number of a layer left out, and how often each stands there."""
+    """Names without their layer number, with the number of occurrences."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items())
 

@@ -2,8 +2,8 @@
 
 A new run in a used `output_dir` counts from step 0, and the newest folder there is not its own.
 Nothing of an earlier run is ever deleted: its checkpoints stay where they are until this run saves
-its first one (a run started by mistake harms nothing), and are then moved to a folder beside it.
-Until then their names stand in a small file, so that a restart after a crash can tell them apart.
+its first one (a run started by mistake harms nothing), and are then moved to a sibling folder.
+Until then a small file lists their names, so that a restart after a crash can distinguish them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def set_aside(own: Path, folders: Sequence[Path]) -> None:
 
     Args:
         own: The run's folder of checkpoints.
-        folders: Those to move; which are gone already are passed over.
+        folders: Those to move; missing ones are skipped.
 
     Raises:
         OSError: They cannot be moved.

@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved beside the training or in line with it, pruned, found again.
+"""A run's checkpoints: saved asynchronously or synchronously, pruned, and found again.
 
 One code path writes them. With `asynchronous` the shards are first copied to host buffers, which
 are kept from save to save, and a thread then does what the training would otherwise wait for.
@@ -50,7 +50,7 @@ class TrainingCheckpoints:
     its error comes out of the next call of any method here, at the latest of `close`.
 
     Attributes:
-        folder: Where they lie.
+        folder: The folder that contains them.
         last_saved: The step of the last save that is known to be complete; None before.
     """
 
@@ -102,7 +102,7 @@ class TrainingCheckpoints:
         """Decide where the run starts; half-written saves of killed runs are deleted.
 
         Complete checkpoints of the run's folder that it does not continue (those of an earlier run, or
-        later than the one it resumes from) are moved to a folder beside it at the first save, so that
+        later than the one it resumes from) are moved to a sibling folder at the first save, so that
         the newest one is always of this run.
 
         Args:
@@ -135,7 +135,7 @@ class TrainingCheckpoints:
         return found
 
     def load(self, found: ResumePoint, tensors: dict[str, Tensor]) -> None:
-        """Read a checkpoint's tensors into `tensors`, in place, whatever mesh they lie on.
+        """Read a checkpoint's tensors into `tensors`, in place, on any mesh.
 
         Args:
             found: Of a training checkpoint.
@@ -269,10 +269,10 @@ class TrainingCheckpoints:
     def _failed(self, step: int, error: Exception) -> None:
         what = f"could not save checkpoint step_{step} in {self.folder}: {error}"
         if self._raises:
-            raise UserError(f"{what}; on_save_error=continue would go on without it") from error
+            raise UserError(f"{what}; on_save_error=continue would continue without it") from error
         # A failure on one rank is one on all, and rank 0 knows its cause: it is said once.
         level = logging.ERROR if self._rank_sync.rank == 0 else logging.DEBUG
-        _LOG.log(level, "%s; going on without it (on_save_error=continue)", what)
+        _LOG.log(level, "%s; continuing without it (on_save_error=continue)", what)
 
     def _raise_first(self, problem: str | None) -> None:
         for note in self._rank_sync.gather(problem):

@@ -92,7 +92,7 @@ class TrainingState:
         same_mesh: bool,
         same_hyperparameters: bool,
     ) -> None:
-        """Continue as the checkpoint left off; every rank has to call this.
+        """Restore the state of the checkpoint; collective, every rank must call it.
 
         Args:
             record: `record` of the checkpoint.
@@ -106,7 +106,7 @@ class TrainingState:
 
         Raises:
             UserError: The checkpoint is of another optimizer, or of another mesh although the
-                optimizer's state cannot be cut anew.
+                optimizer's state cannot be resharded.
         """
         saved = record["optimizer"]
         if saved["class"] != _class_name(self.optimizer):
@@ -117,7 +117,7 @@ class TrainingState:
             )
         if saved["packed_per_rank"] and not same_mesh:
             raise UserError(
-                f"optimizer: {saved['class']} packs its state rank by rank, so this checkpoint can"
+                f"optimizer: {saved['class']} packs its state per rank, so this checkpoint can"
                 " be resumed on the mesh that it was saved on only"
             )
         tensors = dict(self._model_tensors())

@@ -81,7 +81,7 @@ def write_checkpoint(
     manifest: Mapping[str, Any],
     rank_sync: RankSync,
 ) -> Path:
-    """Write `parent/step_N`; every rank has to call this.
+    """Write `parent/step_N`; collective, every rank must call it.
 
     A rank holds no second copy of its shards: they are written tensor by tensor. The tensors must
     not change before it returns.
@@ -90,10 +90,10 @@ def write_checkpoint(
         parent: The folder of all checkpoints, seen by all ranks; it is made if need be.
         step: Optimizer steps done; an earlier checkpoint of this step is replaced.
         tensors: Name to tensor. Of a DTensor every rank writes its shard (replicas once), of a
-            plain tensor any rank its own: it has to be equal on all ranks that name it. Names may
+            plain tensor any rank its own: it must be equal on all ranks that name it. Names may
             differ from rank to rank.
         manifest: Plain JSON values to keep, read on rank 0.
-        rank_sync: Where the ranks wait for each other; nobody else may use it at the same time.
+        rank_sync: Synchronises the ranks; must not be used by others at the same time.
 
     Returns:
         The checkpoint's folder.
@@ -217,7 +217,7 @@ def load_tensors(
     *,
     optional_prefixes: tuple[str, ...] = ("rng.",),
 ) -> None:
-    """Read a checkpoint's tensors into the given ones, in place; every rank has to call this.
+    """Read a checkpoint's tensors into the given ones, in place; collective, every rank must call it.
 
     Any mesh and placements will do: a rank reads the slices that its shards need. Checksums are not
     looked at here: call `verify_checkpoint` first.
@@ -297,14 +297,14 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 def verify_checkpoint(folder: Path, rank_sync: RankSync | None = None) -> Manifest:
     """Check that a checkpoint is whole: every file there, as long as written and with its checksum.
 
-    With a RankSync every rank has to call this; each reads a part of the files.
+    With a RankSync it is collective: every rank must call it; each reads a part of the files.
 
     Args:
         folder: The checkpoint.
         rank_sync: Where the ranks wait for each other, or None to read everything here.
 
     Returns:
-        What `checkpoint.json` says.
+        The content of `checkpoint.json`.
 
     Raises:
         UserError: With the same message on every rank: what is wrong, in one line.

@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("file", help="a shipped recipe or config (see tune ls)")
     parser.add_argument("destination", type=Path, help="a file, or a folder that exists")
     parser.add_argument(
-        "-n", "--no-clobber", action="store_true", help="leave a file that exists as it is"
+        "-n", "--no-clobber", action="store_true", help="do not overwrite an existing file"
     )
     parser.add_argument(
         "--make-parents", action="store_true", help="create the destination's missing folders"

@@ -30,7 +30,7 @@ class Recipe:
         return self.path.parent.resolve() == recipes_dir().resolve()
 
     def trust(self) -> None:
-        """Let configs name the modules beside a recipe of the user's own."""
+        """Let configs name the modules in the folder of a user's recipe."""
         trust_recipe_folder(self.path)
         if str(self.path.parent) not in sys.path:
             sys.path.append(str(self.path.parent))
@@ -38,7 +38,7 @@ class Recipe:
     def config_class(self) -> type[schema.FullFinetuneConfig] | None:
         """Return the config class of a shipped recipe, or of one of the user's own.
 
-        Of the latter `@config.parse(schema=...)` in its source says it. The source is read, not run: a
+        For the latter it is the `@config.parse(schema=...)` in its source. The source is read, not run: a
         recipe may import anything. Only for a class of the user's own is it imported, as they are about to
         run it, and only where importing it does not start it.
 

@@ -80,7 +80,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
     """Run `tune run` with its arguments.
 
     Args:
-        argv: What stands after `run`.
+        argv: The arguments after `run`.
         log_level: The level given before `run`.
 
     Raises:
@@ -152,7 +152,7 @@ def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
         return f"; it continues from {own[0]}"
     if isinstance(resume_from_checkpoint, str):
         return f"; it continues from {resume_from_checkpoint}"
-    return "; it starts at the beginning, as there is no checkpoint yet"
+    return "; it starts from the beginning, because there is no checkpoint yet"
 
 
 def _locate_recipe(args: argparse.Namespace) -> Recipe | None:

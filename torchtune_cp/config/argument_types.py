@@ -41,7 +41,7 @@ _COUNT = re.compile(r"num_\w*steps|warmup_steps")
 
 
 def parameters_of(component: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return a component's parameters, None for a callable that does not tell its signature."""
+    """Return a component's parameters, None for a callable without an introspectable signature."""
     try:
         return list(inspect.signature(component).parameters.values())
     except (TypeError, ValueError):
@@ -100,7 +100,7 @@ def _resolved(annotation: Any, component: Callable[..., Any]) -> Any:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """What a default says of an argument without a type: nobody writes 1e-3 for a string."""
+    """What a default implies about an argument without a type: no user writes 1e-3 for a string."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):

@@ -1,7 +1,7 @@
 """Which values of a config come from the environment (`${oc.env:NAME}`), found by resolving it.
 
-What a variable puts in is kept out of everything that is written, whatever it is called: in its place
-stands where it came from. The run itself uses the real values.
+The value of a variable is kept out of everything that is written, whatever its name: it is replaced
+by its reference. The run itself uses the real values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omegaconf.resolvers import oc
 
 from torchtune_cp.errors import ConfigError
 
-#: Where a value stands in a config: keys and list positions from the top.
+#: Position of a value in a config: keys and list positions from the top.
 Path = tuple[Any, ...]
 
 MASK = "***"
@@ -41,7 +41,7 @@ class Origin:
         variables: Every variable that was read for it, and what it held.
         value: The resolved value.
         shown: What is written in its place: `${oc.env:NAME}` for the part that a variable holds, or
-            `***` where that part cannot be told.
+            `***` where that part cannot be determined.
     """
 
     variables: Mapping[str, str]

@@ -154,7 +154,7 @@ def _argument_problems(tree: Mapping[str, Any], key: str) -> list[str]:
     for name, value in tree.items():
         where = _join(key, name)
         if name in _RUNS_DOWNLOADED_CODE and value and not is_users_own:
-            problems.append(f"{where}: running code that comes with a download is refused")
+            problems.append(f"{where}: executing code from a download is refused")
         if name == "source" and not is_users_own and (problem := allow.source_problem(value)):
             problems.append(f"{where}: {problem}")
         problems += _nested_problems(value, where, path, takes_components=is_users_own)
@@ -189,7 +189,7 @@ def _signature_problems(
 ) -> list[str]:
     parameters = parameters_of(component)
     if parameters is None:
-        return []  # a callable written in C that does not tell its signature
+        return []  # a callable written in C without an introspectable signature
     kinds = inspect.Parameter
     by_position = [
         p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
@@ -204,9 +204,7 @@ def _signature_problems(
     problems = []
     for name in names:
         if name in taken:
-            problems.append(
-                f"{_join(key, name)}: is given by the recipe; remove it from the config"
-            )
+            problems.append(f"{_join(key, name)}: is set by the recipe; remove it from the config")
         elif name not in by_name and not takes_any:
             takes = ", ".join(sorted(by_name - set(supplied))) or "none"
             problems.append(
@@ -215,7 +213,7 @@ def _signature_problems(
             )
     for name in supplied:
         if name not in by_name and not takes_any:
-            problems.append(f"{key}: {path} does not take {name!r}, which the recipe gives it")
+            problems.append(f"{key}: {path} does not take {name!r}, which the recipe passes to it")
     given = taken | set(names) | set(supplied)
     missing = [
         p.name

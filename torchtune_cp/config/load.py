@@ -63,7 +63,7 @@ def split_argv(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         The config, None when there is none, and the other arguments in order.
 
     Raises:
-        ConfigError: `--config` stands without a value, or more than once.
+        ConfigError: `--config` has no value, or is given more than once.
     """
     found: list[str] = []
     rest: list[str] = []
@@ -79,7 +79,7 @@ def split_argv(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(token)
     if len(found) > 1:
-        raise ConfigError(f"--config stands {len(found)} times: give one ({', '.join(found)})")
+        raise ConfigError(f"--config is given {len(found)} times: give one ({', '.join(found)})")
     return (found[0] if found else None), rest
 
 

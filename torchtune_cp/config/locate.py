@@ -1,6 +1,6 @@
-"""Where the shipped recipes and configs lie, found by path: there is no registry to keep.
+"""Finds the shipped recipes and configs by path, without a registry.
 
-In a checkout they stand at the top (`recipes/`, `configs/`); in a wheel they stand inside the
+In a checkout they are at the top (`recipes/`, `configs/`); in a wheel they are inside the
 package (`_recipes`, `_configs`), because a top-level `recipes` module would clash with others.
 """
 
@@ -122,7 +122,7 @@ def find_recipe(name: str) -> Path:
         return found
     if name in TORCHTUNE_RECIPES:
         raise ConfigError(
-            f"torchtune's recipe {name} is not here; available: {', '.join(recipe_names())}"
+            f"torchtune's recipe {name} is not supported; available: {', '.join(recipe_names())}"
         )
     if path.suffix == ".py":
         raise ConfigError(f"recipe file {name!r} does not exist (looked in {Path.cwd()})")

@@ -17,7 +17,7 @@ def get_component(path: str, key: str = COMPONENT) -> Callable[..., Any]:
 
     Args:
         path: A dotted path; `torchtune.` names resolve to this project's equivalents.
-        key: The config key that holds it: it says which components may be named (see
+        key: The config key, which determines the allowed components (see
             `torchtune_cp.config.allow`).
 
     Raises:
@@ -68,7 +68,7 @@ def _walk(target: str, path: str, key: str) -> Any:
         if isinstance(attribute, types.ModuleType) and attribute.__name__ != ".".join(
             parts[: position + 1]
         ):
-            raise _refused(path, key, f"it reaches the module {attribute.__name__} sideways")
+            raise _refused(path, key, f"it refers to the module {attribute.__name__} sideways")
         found = attribute
     return found
 

@@ -1,6 +1,6 @@
 """What a run will write, tried before it trains: kind and permission of every path, and whose folder it is.
 
-`tune run` does this before it starts a process, and the process that writes for all ranks once more
+`tune run` does this before it starts a process, and the process that writes for all ranks does it again
 when it takes the folder for itself (it may have been started without `tune run`). Nothing that is there
 is changed by either.
 """
@@ -44,7 +44,7 @@ class RunOutput:
     Attributes:
         folder: Its `output_dir`.
         resume: `resume_from_checkpoint`.
-        overwrite: Whether it may start anew where a run is.
+        overwrite: Whether it may replace an existing run.
         logs: Further folders and files that it makes or writes into: config key, path and kind.
     """
 
@@ -105,7 +105,7 @@ class RunOutput:
         """Refuse to begin where a run is that this start does not continue.
 
         A `config.yaml` alone may have been left by a start that failed before its first step; where no
-        run has ever written, it is somebody's own.
+        run has ever written, it belongs to the user.
 
         Args:
             last: Who wrote here before.
@@ -126,7 +126,7 @@ class RunOutput:
         raise ConfigError(
             f"output_dir: {self.folder} holds a run already ({', '.join(found)}), and {what}:"
             " resume_from_checkpoint=true continues a run from its newest checkpoint, another output_dir"
-            " starts beside it, overwrite=true starts anew over it"
+            " keeps both, overwrite=true replaces it"
         )
 
     def _of_a_run(self) -> Iterator[str]:

@@ -75,7 +75,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[Override]:
 
     Args:
         tokens: `key=value`, `~key`, `--key=value`, or `--key` followed by its value. In the
-            two last spellings hyphens stand for underscores. `key[0]` is `key.0`.
+            two last spellings hyphens are read as underscores. `key[0]` is `key.0`.
 
     Raises:
         ConfigError: A token is none of these.
@@ -175,7 +175,7 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     if isinstance(new, dict):
         if COMPONENT in new and new[COMPONENT] != old.get(COMPONENT):
-            return new  # the arguments of another component say nothing about this one
+            return new  # the arguments of another component do not apply to this one
         return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
     if COMPONENT in old and isinstance(new, str) and not _is_interpolation(new):
         return {**old, COMPONENT: new}

@@ -1,4 +1,4 @@
-"""Tries a path before anything depends on it: what stands there, and whether it can be written."""
+"""Checks a path before anything depends on it: what exists there, and whether it can be written."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_path(key: str, text: str) -> Path:
         text: Its value.
 
     Raises:
-        ConfigError: It is empty, or would be taken for something else than it says.
+        ConfigError: It is empty, or would be interpreted differently than written.
     """
     if not text.strip():
         raise ConfigError(f"{key}: is empty: name a folder")
@@ -52,7 +52,7 @@ def as_path(key: str, text: str) -> Path:
         raise ConfigError(f"{key}: {text!r} is no path: it holds a NUL character")
     if os.path.expandvars(text) != text:
         raise ConfigError(
-            f"{key}: {text!r} names an environment variable in the shell's way, which is not replaced"
+            f"{key}: {text!r} uses the shell's syntax for a variable, which is not expanded"
             " here: write ${oc.env:NAME}"
         )
     try:
@@ -62,7 +62,7 @@ def as_path(key: str, text: str) -> Path:
 
 
 def kind_problem(path: Path, wanted: Kind) -> str | None:
-    """Say what stands where something else should be written: there, or where its folder should be.
+    """Report what exists at a path to be written, or in place of one of its folders.
 
     Args:
         path: The path; it need not be there.
@@ -82,7 +82,7 @@ def kind_problem(path: Path, wanted: Kind) -> str | None:
         except OSError as error:
             return f"{place} cannot be used: {error.strerror}"
         found = next((said for is_so, said in _KINDS if is_so(mode)), "a device")
-        return None if found == wanted else f"{place} is {found}, and not {wanted}"
+        return None if found == wanted else f"{place} is {found}, not {wanted}"
     return None
 
 

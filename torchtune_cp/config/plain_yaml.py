@@ -24,7 +24,7 @@ _MOST_BYTES = 1_000_000
 _MOST_LEVELS = 50
 _MOST_VALUES = 10_000
 _LONGEST_KEY = 200
-# They may stand inside each other, and OmegaConf's parser is slow with those.
+# They may be nested, and OmegaConf's parser is slow with those.
 _MOST_REFERENCES = 50
 _LONGEST_SHOWN = 120
 _LONGEST_NUMBER = 100
@@ -158,7 +158,7 @@ def _problem(event: yaml.NodeEvent, is_key: bool, sizes: dict[str, int]) -> str 
         spelt = tag.replace("tag:yaml.org,2002:", "!!")
         return f"the tag {spelt[:_LONGEST_SHOWN]!r} is not read; write the plain value without it"
     if isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
-        return f"*{event.anchor} stands inside of what it repeats, or before it"
+        return f"*{event.anchor} is used inside its own anchor, or before it"
     if not isinstance(event, yaml.ScalarEvent):
         return "a key is a word, not a list, a mapping or an alias" if is_key else None
     value = event.value
@@ -175,7 +175,7 @@ def _problem(event: yaml.NodeEvent, is_key: bool, sizes: dict[str, int]) -> str 
 
 
 def _line_of_bad_value(text: str) -> str:
-    """Say ` line N` of the value that the loader fails with; it tells only that it has failed."""
+    """Return ` line N` of the value with which the loader fails, because its error has no position."""
     for event in yaml.parse(text, Loader=_EVENTS):
         if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or "${" in event.value):
             try:

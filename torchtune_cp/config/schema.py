@@ -1,7 +1,7 @@
 """The typed config of each recipe: every key, its type, its range and its default.
 
 A config is checked as a whole and all problems are reported at once. What a dataclass field cannot
-say (ranges, choices, what the recipe gives to a component) stands in the field's metadata.
+express (ranges, choices, what the recipe passes to a component) is in the field's metadata.
 """
 
 import math
@@ -27,7 +27,7 @@ from torchtune_cp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key's type does not say.
+    """What a key's type does not express.
 
     Attributes:
         low: The smallest value allowed.
@@ -36,8 +36,8 @@ class Rule:
         above: A bound that the value must exceed.
         also: Values allowed besides the range (-1 for "infer").
         choices: The only values allowed; strings match in any case.
-        spellings: Other spellings of a value, and what they stand for.
-        filled: Whether a string must say something.
+        spellings: Other spellings of a value, and their meaning.
+        filled: Whether a string must not be empty.
         positional: How many positional arguments the recipe gives to this component.
         supplied: The keyword arguments that the recipe gives to this component.
     """
@@ -159,7 +159,7 @@ class FullFinetuneConfig:
     collective_timeout_s: Annotated[float, Rule(above=0, high=_Seconds)] = 600.0
     stop_grace_s: Annotated[float, Rule(low=0, high=_Seconds)] = 300.0
 
-    # What the run tells
+    # What the run reports
     metric_logger: DictConfig | None = None
     log_every_n_steps: Annotated[int, _AtLeastOne] = 1
     log_peak_memory_stats: bool = False
@@ -435,7 +435,7 @@ def _plain(node: Any) -> Any:
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     if hasattr(node, "_dereference_node"):
         if node._is_missing():
-            raise OmegaConfBaseException("??? stands where a value is needed")
+            raise OmegaConfBaseException("??? is used where a value is required")
         target = node._dereference_node()
         return _plain(target) if OmegaConf.is_config(target) else target._value()
     return node
@@ -529,7 +529,7 @@ def _fits(value: Any, accepted: tuple[Any, ...]) -> bool:
         if list in accepted:
             return all(isinstance(item, str) for item in value)
         return ListConfig in accepted
-    # bool is an int for Python, not for a user: type() tells them apart.
+    # bool is an int for Python, not for a user: type() distinguishes them.
     return type(value) in accepted
 
 

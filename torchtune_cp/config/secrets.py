@@ -46,11 +46,11 @@ _ASSIGNED = re.compile(r"""(["']?([A-Za-z][\w.-]*)(?:["']?=|["']:\s*)["']?)([^\s
 # Weights & Biases' older keys: 40 hexadecimal digits, which a git commit's name has too.
 _FORTY_HEX = re.compile(r"(?<![\w/@.:-])[0-9a-f]{40}(?![\w/])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash|rev)", re.IGNORECASE)
-# A shorter value stands in too many other words to be looked for in a text.
+# A shorter value is part of too many other words to be searched for in a text.
 _SHORTEST = 6
 # A shell keeps the current folder in it: no password.
 _FOLDER_VARIABLE = "PWD"
-# What every program is told, and what schedulers and Weights & Biases name a run by.
+# Standard variables, and those by which schedulers and Weights & Biases name a run.
 _PUBLIC = re.compile(
     r"HOME|HOST|HOSTNAME|LOGNAME|OLDPWD|PWD|SHELL|TMPDIR|USER|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
     r"|CUDA_VISIBLE_DEVICES|((SLURM|PBS|LSB|SGE|FLUX|COBALT)_\w*)?JOB_?(ID|NAME|INDEX)|SLURM_(ARRAY|PROC|NODE)\w*ID|SKYPILOT_TASK_ID"
@@ -58,7 +58,7 @@ _PUBLIC = re.compile(
 )
 # From this length on a value is looked for inside longer words too.
 _LONG = 12
-# Variables that are meant to be secret, by whatever they are called; broader than for keys of configs,
+# Variables that are meant to be secret, judged by their names; broader than for keys of configs,
 # of which many end so and are none.
 _VARIABLE = re.compile(
     r"((^|_)(key|pat|pass|auth|pwd)|token|secret|password|passwd|passphrase|credentials?)$",
@@ -112,7 +112,7 @@ def _texts(origin: Origin) -> Iterator[str]:
 
 
 def _is_path(value: str) -> bool:
-    """Whether a value is an absolute path on this machine, as far as its top-most folder tells."""
+    """Whether a value is an absolute path on this machine, judging by its top-level folder."""
     top = os.path.join(*Path(value).parts[:2]) if os.path.isabs(value) else ""
     return value.isprintable() and os.path.exists(top)
 
@@ -134,7 +134,7 @@ def forget(value: str) -> None:
 def secret_variables(origin: Origin) -> list[str]:
     """Return the variables behind a value that may hold a secret, for all that is known.
 
-    Not one that every program is told, or that names a run; nor an absolute path on this machine, unless
+    Not a standard variable or one that names a run; nor an absolute path on this machine, unless
     the variable is called as secrets are.
     """
     return [
@@ -151,7 +151,7 @@ def is_private(text: str) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text file that holds a config; with mode 0600 where `is_private` says so.
+    """Write a text file that holds a config; with mode 0600 if `is_private`.
 
     Args:
         path: An earlier file is replaced.

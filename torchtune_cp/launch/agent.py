@@ -36,7 +36,7 @@ class _WatchfulAgent(LocalElasticAgent):
     watch: ClassVar[AgentWatch]
     _restarts = 0
 
-    # Torch documents both methods as those that an agent of one's own implements.
+    # Torch documents both methods as those that a custom agent implements.
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.watch.tick()
         result = super()._monitor_workers(worker_group)

@@ -79,7 +79,7 @@ def world_size_of(args: argparse.Namespace) -> int | None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the launcher has to know of a run's config; the defaults are those of the config.
+    """The parts of a run's config that the launcher needs; the defaults are those of the config.
 
     Attributes:
         stop_grace_s: How long the ranks may take to save and leave after a signal.
@@ -148,7 +148,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     except SignalException as stopped:
         number = relay.ended_by or stopped.sigval
         late = (
-            f": the ranks had not left after stop_grace_s={settings.stop_grace_s:g} seconds"
+            f": the ranks had not exited after stop_grace_s={settings.stop_grace_s:g} seconds"
             if relay.overdue
             else ""
         )
@@ -190,7 +190,7 @@ def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
     if any(asked.values()):
         args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")  # as torchrun calls it
         names = ", ".join(option for option, is_asked in asked.items() if is_asked)
-        print(f"note: the files of {names} lie in {args.log_dir}", file=sys.stderr)
+        print(f"note: the files of {names} are in {args.log_dir}", file=sys.stderr)
     else:
         # Torch's agent has the ranks write there why they failed, and would leave it.
         args.log_dir = str(folder.path / "ranks")
@@ -209,7 +209,7 @@ def _worker_environment(
         wanted["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
     if parse_min_max_nnodes(args.nnodes)[1] == 1:
         wanted |= loopback_variables()
-    # Else torch's c10d rendezvous opens a store for the ranks beside the one of launch.rendezvous.
+    # Else torch's c10d rendezvous opens a store for the ranks in addition to the one of launch.rendezvous.
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if settings.with_current_folder:  # as in the launcher, see cli.main
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]
@@ -251,7 +251,7 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _first_cause(failures: Mapping[int, Any], settings: RunSettings | None = None) -> RunFailed:
-    """Pick the failure that came first, and say it in the user's words.
+    """Pick the failure that came first, and describe it for the user.
 
     Ranks that only lost their peer, and ranks that the agent ended, come last. Among the others the
     earliest record wins. A rank that left no record (killed, or a program of the user's own) counts
@@ -300,7 +300,7 @@ def _without_record(rank: int, failure: Any, settings: RunSettings) -> RunFailed
         hint = " (often the system ran out of memory)"
     elif number == signal.SIGABRT:
         hint = (
-            " (NCCL ends a rank so that waits longer than"
+            " (NCCL ends a rank like this if it waits longer than"
             f" collective_timeout_s={settings.collective_timeout_s:g} for the others)"
         )
     return RunFailed(

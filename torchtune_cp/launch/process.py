@@ -61,7 +61,7 @@ def exit_now(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # the reader is gone: nobody is left to see the rest
+            continue  # the reader has exited: no process reads the rest
     os._exit(code)
 
 
@@ -94,11 +94,11 @@ def leave(stopped: RunStopped) -> NoReturn:
 
 
 def end_by_signal(number: signal.Signals, *, lost_peer: bool) -> NoReturn:
-    """End the process at once, whatever its main thread does; callable from any thread.
+    """End the process immediately, even if its main thread is blocked; callable from any thread.
 
     Args:
         number: The signal, which gives the exit code.
-        lost_peer: Whether it only says that another rank has ended: not the cause of anything.
+        lost_peer: Whether the error only reports that another rank has ended, so it is not the cause.
     """
     summary = f"stopped by {number.name}"
     code = 128 + number
@@ -120,7 +120,7 @@ def record_failure(
     """Write the error where torch's elastic agent looks for it (`TORCHELASTIC_ERROR_FILE`).
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors`. Its time stamp counts
-    seconds, too coarse to tell the first failing rank from those that lost their peer to it, so a
+    seconds, too coarse to distinguish the first failing rank from those that lost their peer to it, so a
     finer one goes with it.
 
     Args:
@@ -172,7 +172,7 @@ def timed_out(error: BaseException) -> bool:
 def lost_its_peer(error: BaseException) -> bool:
     """Say whether this rank failed only because another one did: not the first cause.
 
-    Errors that pass on another rank's say so with an attribute `from_another_rank`; those of a
+    Errors that forward another rank's error have an attribute `from_another_rank`; those of a
     collective whose peer went away are known by the backends' words.
     """
     if getattr(error, "from_another_rank", False):

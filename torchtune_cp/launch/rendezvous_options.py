@@ -1,7 +1,8 @@
 """What torchrun's rendezvous options ask for: read whole or refused, before anything is started.
 
-One node meets nobody: its store listens on the loopback interface. A fixed number of nodes meets at node
-0's store, without pickled state (`static`); `c10d` is for nodes that come and go, and for who names it.
+A single node needs no rendezvous: its store listens on the loopback interface. A fixed number of nodes meets
+at node 0's store, without pickled state (`static`); `c10d` is for nodes that come and go, and for who names
+it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.launch.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
 
-#: The backends of `launch.rendezvous`, as torch's agent is told, and their own settings.
+#: The backends of `launch.rendezvous`, as passed to torch's agent, and their own settings.
 ONE_NODE, STATIC, DYNAMIC = "tune_one_node", "tune_static", "tune_c10d"
 TIMEOUT, NODE_RANK = "tune_timeout", "tune_node_rank"
 
 DEFAULT_TIMEOUT_S = 120
-#: Torchrun's own defaults; they do not tell whether the user has given them.
+#: Torchrun's own defaults; they do not show whether the user has set them.
 _MASTER_ADDR, _MASTER_PORT, _C10D_PORT = "127.0.0.1", 29500, 29400
 
 _SECONDS = ("read_timeout", "join_timeout", "last_call_timeout", "close_timeout")
@@ -43,14 +44,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rdzv_timeout",
         action=env,
         type=int,
-        help=f"Seconds within which all nodes have to be there (default {DEFAULT_TIMEOUT_S}).",
+        help=f"Seconds within which all nodes must join (default {DEFAULT_TIMEOUT_S}).",
     )
     if parser.get_default("rdzv_backend") == "static":
         parser.set_defaults(rdzv_backend=None)
 
 
 def settle_rendezvous(args: argparse.Namespace) -> None:
-    """Choose the backend, and write into `args` what torch's agent is to be told.
+    """Choose the backend, and write into `args` the settings for torch's agent.
 
     Args:
         args: The options of `tune run`; `--nnodes` is well-formed.
@@ -69,7 +70,7 @@ def settle_rendezvous(args: argparse.Namespace) -> None:
     conf = _read_conf(args.rdzv_conf, backend)
     if args.rdzv_timeout is not None and timeout_key in conf:
         raise ConfigError(
-            f"--rdzv-timeout and {timeout_key} in --rdzv-conf are the same: give one of them"
+            f"--rdzv-timeout and {timeout_key} in --rdzv-conf are the same setting: set only one of them"
         )
     given = conf.get(timeout_key, args.rdzv_timeout)
     timeout = DEFAULT_TIMEOUT_S if given is None else _seconds("--rdzv-timeout", given)
@@ -100,7 +101,7 @@ def _check_standalone(args: argparse.Namespace, most: int) -> None:
         raise ConfigError(f"--standalone and --rdzv-backend {args.rdzv_backend}: choose one")
     if args.master_port or (args.rdzv_endpoint and not args.rdzv_endpoint.endswith(":0")):
         option = "--master-port" if args.master_port else "--rdzv-endpoint"
-        raise ConfigError(f"--standalone takes a free port: leave out {option}, or --standalone")
+        raise ConfigError(f"--standalone chooses a free port: remove {option}, or --standalone")
 
 
 def _check_backend(backend: str, endpoint: str) -> None:
@@ -156,7 +157,7 @@ def _note_unused(args: argparse.Namespace, backend: str, most: int) -> None:
     names = ", ".join(option for option, is_given in unused.items() if is_given)
     if names:
         nodes = "one node" if most == 1 else "several nodes"
-        _note(f"--rdzv-backend {backend} with {nodes} makes no use of {names}")
+        _note(f"--rdzv-backend {backend} with {nodes} does not use {names}")
 
 
 def _seconds(option: str, value: str | int) -> int:
@@ -212,14 +213,14 @@ def _settle_one_node(args: argparse.Namespace, backend: str) -> None:
         raise ConfigError(f"{place.option} {where}: {error}") from None
     if not own:
         raise ConfigError(
-            f"{place.option} {where}: with one node (--nnodes 1) its ranks meet on this machine,"
+            f"{place.option} {where}: with one node (--nnodes 1) its store is on this machine,"
             " which has no such address: leave the option out, or set --nnodes"
         )
     host = place.host
     if not is_loopback(host) or host == "localhost":
         host = LOOPBACK
     if not is_loopback(place.host):
-        _note(f"{place.option} {where}: one node meets at {shown(host, place.port)} instead")
+        _note(f"{place.option} {where}: one node uses {shown(host, place.port)} instead")
     args.rdzv_backend, args.rdzv_endpoint = ONE_NODE, shown(host, place.port)
     if args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
@@ -228,8 +229,8 @@ def _settle_one_node(args: argparse.Namespace, backend: str) -> None:
 def _settle_static(args: argparse.Namespace, fewest: int, most: int) -> None:
     if fewest != most:
         raise ConfigError(
-            f"--nnodes {args.nnodes} lets nodes come and go, which --rdzv-backend static does not"
-            " know: use c10d"
+            f"--nnodes {args.nnodes} allows a varying number of nodes, which --rdzv-backend static does not"
+            " support: use c10d"
         )
     if not 0 <= args.node_rank < most:
         raise ConfigError(
@@ -242,7 +243,9 @@ def _settle_static(args: argparse.Namespace, fewest: int, most: int) -> None:
 
 def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool) -> None:
     if fewest != most and not args.rdzv_endpoint:
-        raise ConfigError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT to meet at")
+        raise ConfigError(
+            f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT for the rendezvous"
+        )
     if not in_file:
         place = _place(args, "c10d", _C10D_PORT)
         _check_port(place)
@@ -252,7 +255,7 @@ def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool
 
 def _check_port(place: _Place) -> None:
     if place.port == 0:
-        raise ConfigError(f"{place.option}: several nodes need a port that they know, got 0")
+        raise ConfigError(f"{place.option}: several nodes need a fixed port, got 0")
 
 
 def _note(line: str) -> None:

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from torchtune_cp.launch.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
 
-#: What the ranks are sent; the reason stands in the run's folder.
+#: What the ranks are sent; the reason is in the run's folder.
 _REQUEST = signal.SIGUSR1
-#: The ranks end at once when told so; seconds after which one that does not (it was suspended, or its
+#: The ranks exit immediately on this signal; seconds after which one that does not (it was suspended, or its
 #: interpreter is stuck) is killed.
 _LAST_SECONDS = 3.0
 
@@ -82,14 +82,14 @@ class SignalRelay:
         if self._received_at is None:
             self._received_at = now
             if not any(is_running(pid) for pid in self._folder.ready()):
-                self._end_all(received)  # nobody has anything to save yet
+                self._end_all(received)  # no rank has anything to save yet
             self._asked_at = self._asked_at or now
             self._folder.ask(received)  # before looking who is there: see StopRequest
             _signal_all(self._folder.ready(), _REQUEST)
             # Not through sys.stderr: the handler may have interrupted a write to it.
             line = (
-                f"{received.name}: the ranks save a checkpoint and leave, within"
-                f" stop_grace_s={self._grace_s:g}; a second signal ends them at once\n"
+                f"{received.name}: the ranks save a checkpoint and exit, within"
+                f" stop_grace_s={self._grace_s:g}; a second signal kills them immediately\n"
             )
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())

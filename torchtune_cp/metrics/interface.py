@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Scalar = torch.Tensor | int | float
 
 # `metric_logger=WandBLogger` on the command line replaces the component and keeps its other
-# sub-keys, so every logger meets keys of the others; a misspelt key belongs to none.
+# sub-keys, so every logger receives keys of the others; a misspelt key belongs to none.
 _KEYS = {
     "log_dir",
     "filename",
@@ -39,7 +39,7 @@ _KEYS = {
     "resume",
 }
 
-#: Keys of loggers that say something of a run and decide nothing: they are given masked.
+#: Descriptive keys of loggers without further effect: they are passed masked.
 LABELS = ("name", "run_name", "notes", "description", "tags", "job_type", "group", "config")
 
 

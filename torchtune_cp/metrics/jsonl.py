@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, the run's own record whatever logger is chosen."""
+"""`metrics.jsonl`: one JSON object per line, the run's own record with every logger."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
-    """Move what stands under the metrics file's name to a name of its own, if it holds anything.
+    """Rename an existing metrics file that is not empty, to keep it.
 
     Args:
         output_dir: The run's folder.
@@ -47,13 +47,13 @@ class MetricsFile:
     """
 
     def __init__(self, output_dir: str | Path, resume_step: int | None = None) -> None:
-        """Start the file anew, or continue it.
+        """Replace the file, or continue it.
 
         Args:
             output_dir: Folder, made if needed.
-            resume_step: None starts anew, over an earlier run's lines; a number keeps those up to this step,
+            resume_step: None replaces an earlier run's lines; a number keeps those up to this step,
                 byte for byte (lines that a crashed run wrote beyond it will be written again). A damaged
-                file is kept under another name, and one line says what is lost.
+                file is kept under another name, and one line reports what is lost.
 
         Raises:
             UserError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl`, in whatever state it is: a crash, a full disk or an editor may have damaged it."""
+"""Reads `metrics.jsonl`, in any state: a crash, a full disk or an editor may have damaged it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MetricsLine:
     Attributes:
         number: From 1 on.
         text: Its bytes, with a newline at the end; empty when it cannot be read.
-        record: What it says.
+        record: The parsed object.
         problem: Why it cannot be read, None when it can.
         is_torn: Whether it is the beginning of a line.
     """
@@ -71,7 +71,7 @@ def _parsed(number: int, text: bytes) -> MetricsLine:
         return MetricsLine(number, problem="is not UTF-8", is_torn=not text.endswith(b"\n"))
     except (ValueError, RecursionError):
         is_torn = not text.endswith(b"\n")
-        problem = "is written in part only" if is_torn else "is not JSON"
+        problem = "is incomplete" if is_torn else "is not JSON"
         return MetricsLine(number, problem=problem, is_torn=is_torn)
     if not isinstance(record, dict):
         return MetricsLine(number, problem="is not a JSON object")

@@ -33,11 +33,11 @@ class RunReport:
             total_steps: Optimizer steps of the whole run.
             world_size: Number of processes.
             enabled: True on rank 0 only.
-            log_every_n_steps: How often the logger and the display hear of a step; the metrics file
-                hears of every one.
+            log_every_n_steps: Interval of logger and progress output; the metrics file
+                contains every step.
             log_memory: Whether the logger also gets the memory statistics.
             resume_step: Steps that a continued run has done: the metrics file keeps their lines. None
-                starts it anew.
+                replaces it.
         """
         self._file = MetricsFile(output_dir, resume_step) if enabled else None
         self._logger = logger if enabled else None

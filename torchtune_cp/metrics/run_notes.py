@@ -1,4 +1,4 @@
-"""What a logger has to remember of its run, so that a resumed run continues the same one."""
+"""What a logger stores about its run, so that a resumed run continues the same one."""
 
 import json
 import logging

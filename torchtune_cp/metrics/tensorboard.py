@@ -71,7 +71,7 @@ class TensorBoardLogger:
             ) from error
         folder = expand_home(log_dir)
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
-        # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
+        # Marks the start: at the second one TensorBoard drops events beyond its step.
         purge_step = None
         if run_notes is not None:
             purge_step = 0 if run_notes.resume_step is None else run_notes.resume_step + 1

@@ -27,7 +27,7 @@ from torchtune_cp.metrics.run_notes import RunNotes
 
 _CONFIG_NAME = "torchtune_config.yaml"
 _NOTE = "wandb_run_id"
-#: Arguments and variables with which users say themselves which run it is.
+#: Arguments and variables with which users choose the run themselves.
 _USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
 #: What `settings` of a config may hold: nothing that sends, reads or runs something else.
 _SETTINGS = (
@@ -70,7 +70,7 @@ def _settings_errors(settings: Any) -> Iterator[UserError]:
     for name in settings:
         if name not in _SETTINGS:
             yield UserError(
-                f"settings.{name}: a config does not choose it; allowed are {', '.join(_SETTINGS)}"
+                f"settings.{name}: it cannot be set in a config; allowed are {', '.join(_SETTINGS)}"
                 " (W&B reads WANDB_BASE_URL, WANDB_API_KEY and others from the environment)"
             )
 
@@ -95,7 +95,7 @@ class WandBLogger:
     A run that is already going (`wandb.init` called by the user's own code) is used as it is.
 
     A resumed training run continues its W&B run, unless `id`, `resume`, `resume_from` or
-    `fork_from` (or their environment variables) say otherwise. Steps that were logged before a crash
+    `fork_from` (or their environment variables) are set. Steps that were logged before a crash
     and are made again after it are not logged a second time.
     """
 
@@ -175,7 +175,7 @@ class WandBLogger:
                 # What the server has counts; a run on the disk cannot be asked.
                 on_server = self._run.summary.get("global_step") if self._run.resumed else None
                 self._logged_step = run_notes.logged_step if on_server is None else on_server
-        # Charts over the training step, whatever else the run logs.
+        # Charts over the training step, with anything else that the run logs.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
 
@@ -200,7 +200,7 @@ class WandBLogger:
         text = yaml.safe_dump(masked, sort_keys=False)
         write_private(path, text)
         if is_private(text) and self._owned:
-            Path(self._run.dir).parent.chmod(0o700)  # W&B's own files beside it say the same
+            Path(self._run.dir).parent.chmod(0o700)  # W&B's own files next to it contain the same
         self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self) -> None:

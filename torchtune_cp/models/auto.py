@@ -52,7 +52,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         double = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"{double!r} stands in it twice")
+        raise ValueError(f"{double!r} appears in it twice")
     return found
 
 
@@ -75,7 +75,7 @@ def model_from_hf_config(hf: Mapping[str, Any], *, max_seq_len: int | None = Non
 
 
 def hf_config(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The `config.json` to write beside a model's weights.
+    """The `config.json` to write with a model's weights.
 
     Args:
         model: Any model of this package.

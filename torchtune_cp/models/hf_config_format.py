@@ -118,7 +118,7 @@ def _sliding_window(family: str, hf: Mapping[str, Any], context: int) -> int | N
 
 
 def _check_supported(family: str, hf: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Refuse the features that would change the computation and are not built here."""
+    """Refuse the features that would change the computation and are not supported."""
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise _refuse("hidden_act", hf["hidden_act"], "silu")
     if hf.get("attention_dropout"):

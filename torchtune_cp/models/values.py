@@ -108,7 +108,7 @@ def too_many_parameters(count: int) -> list[str]:
 
 
 def require_hf_types(hf: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse values of a `config.json` that are not of the type that their keys stand for.
+    """Refuse values of a `config.json` of a type that their keys do not allow.
 
     Args:
         hf: The parsed file; keys that are not known are let pass, and so is null.

@@ -40,8 +40,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """What torch's function of this name becomes on a GPU, by precision.
 
-    Flash attention takes 16-bit numbers only. In float32 the memory-efficient kernel stands in, which
-    does not know grouped queries; with them torch falls back to whole matrices of scores.
+    Flash attention takes 16-bit numbers only. In float32 the memory-efficient kernel is used, which
+    does not support grouped queries; with them torch falls back to whole matrices of scores.
     """
     if query.dtype in _LOW_PRECISION and attn_mask is None:
         results = aten._scaled_dot_product_flash_attention(

@@ -1,6 +1,6 @@
 """What devices and their links can do, from their maker's publications.
 
-Where the figures stand:
+Sources of the figures:
 
 - H100 SXM and H200 SXM: nvidia.com/en-us/data-center/h100 and /h200: 1,979 TFLOPS bfloat16 "with sparsity",
   half of it dense; 67 TFLOPS float32; 80 GB at 3.35 TB/s and 141 GB at 4.8 TB/s; NVLink 900 GB/s, PCIe 5
@@ -13,8 +13,8 @@ Where the figures stand:
 - Usable memory is what the CUDA driver gives a process, a little less than `nvidia-smi` lists (81,559 MiB
   for an H100, 143,771 for an H200, 81,920 for an A100), as torch's out-of-memory messages report it.
 
-Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes beside its tensors, are
-estimates: none of them has been measured by this project yet.
+Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes besides its tensors,
+are estimates: none of them has been measured by this project yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Device:
         communicator: Bytes of NCCL's buffers for each process group: an estimate.
         fragmentation: Share of the tensors' bytes lost between blocks: an estimate.
         host_process: Bytes of host memory of a process with CUDA and torch's libraries: an estimate.
-        source: Where the figures stand.
+        source: Source of the figures.
     """
 
     name: str

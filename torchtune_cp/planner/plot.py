@@ -27,7 +27,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     Args:
         plan: The plan.
-        path: Where the picture goes; its suffix says the format.
+        path: Output file; its suffix determines the format.
 
     Raises:
         UserError: matplotlib is not installed, or the picture cannot be written.
@@ -68,7 +68,7 @@ def draw(plan: Plan, path: Path) -> None:
         axes.set_ylim(0, 1.15 * max(memory, top))
         axes.axhline(memory, color="black", linestyle="--", linewidth=1)
         axes.text(0, memory, f"{plan.cluster.device.name}: {memory:.1f} GiB", va="bottom")
-    # A phase's name stands below its middle, where it is wide enough for one.
+    # A phase's name is below its centre if the phase is wide enough.
     phases = [moment.place.phase for moment in moments]
     spans = {phase: [i for i in positions if phases[i] == phase] for phase in dict.fromkeys(phases)}
     wide = {phase: span for phase, span in spans.items() if len(span) >= 0.06 * len(moments)}

@@ -26,7 +26,7 @@ def _child(connection: Connection, function: Callable[..., Any], kwargs: dict[st
         connection.send(("result", function(**kwargs)))
     except UserError as error:
         connection.send(("user", error))
-    except Exception as error:  # noqa: BLE001  (carried to the parent, whatever it is)
+    except Exception as error:  # noqa: BLE001  (any error is passed to the parent)
         connection.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 

@@ -29,7 +29,7 @@ def longest(
     Needed memory, of the device and of its node, grows with the length along straight lines (attention
     needs none that grows with its square), of which the steepest ones come last: a convex curve. Its chords
     and their extensions bound the length that is looked for from below and from above, and the next length
-    to try lies on one of these bounds. What is returned has been simulated at its own length.
+    to try is on one of these bounds. What is returned has been simulated at its own length.
 
     Args:
         plan_at: Makes the plan of a length.

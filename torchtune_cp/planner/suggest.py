@@ -141,7 +141,7 @@ def _problems(cfg: FullFinetuneConfig, world_size: int) -> list[str]:
 def _divided(
     lever: dict[str, Any], cfg: FullFinetuneConfig, sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """A lever with at most as many head chunks as it says, of those that the model's heads allow."""
+    """An option with at most its number of head chunks, among those that the model's heads allow."""
     if "attention_head_chunks" not in lever:
         return lever
     heads, kv_heads = sizes["num_heads"], sizes.get("num_kv_heads", sizes["num_heads"])
@@ -193,7 +193,7 @@ class _Climb:
     """The search for the lowest rung of a ladder that fits, a plan at a time.
 
     Each rung needs less memory than the one below, so the wanted one is found by halving; near a rung
-    that fitted something alike, by looking at its neighbours.
+    that fitted a similar case, by trying its neighbours.
 
     Attributes:
         mesh: What all rungs have in common.
@@ -245,7 +245,7 @@ def suggest(
 ) -> list[Suggestion]:
     """Find the cheapest levers that make each mesh fit, then try other ways of attention on the best.
 
-    One rank stands for all. On the meshes that come out best (where none fits: on those that cut sequences
+    One rank represents all. On the meshes that come out best (where none fits: on those that cut sequences
     finest) the other methods of context parallelism are tried as well.
 
     Args:

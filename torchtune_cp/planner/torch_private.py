@@ -1,6 +1,6 @@
 """Everything the planner uses of torch that torch has not made public.
 
-Training does not need any of it: what training needs stands in
+Training does not need any of it: what training needs is in
 `torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was
 checked with.
 """
@@ -34,7 +34,7 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Generator[None, None, None]:
-    """Join a process group of any size in which nobody else exists (2.13.0).
+    """Join a process group of any size without other processes (2.13.0).
 
     Collectives return at once and leave their outputs as they are.
 
@@ -87,7 +87,7 @@ def uncached(mode: FakeTensorMode) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def real_meshes() -> Generator[None, None, None]:
-    """Keep the tensors of ranks inside device meshes real, whatever mode is active (2.13.0)."""
+    """Keep the tensors of ranks inside device meshes real in any active mode (2.13.0)."""
     initialise, mesh = DeviceMesh.__init__, DeviceMesh.mesh
     assert isinstance(mesh, property)
     get_mesh: Any = mesh.fget
@@ -156,7 +156,7 @@ def offloading_copies(
     to be gathered, and reduced gradients are copied away, as from and to a GPU.
 
     Args:
-        on_host: Encloses the allocation of a gradient; is told whether torch takes pinned memory for it.
+        on_host: Encloses the allocation of a gradient; receives whether torch uses pinned memory for it.
     """
     inputs, to_sharded, reduce = (
         FSDPParam.all_gather_inputs,

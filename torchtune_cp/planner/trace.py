@@ -23,13 +23,13 @@ CATEGORIES = (
 #: One line each, for people.
 MEANING = {
     "parameters": "this rank's shards of the parameters",
-    "gradients": "gradients, whole before and sharded after their reduction, with its buffers",
-    "optimizer": "optimizer state and what its step needs for a moment",
+    "gradients": "gradients, unsharded before and sharded after the reduction, with its buffers",
+    "optimizer": "optimizer state and temporary memory of its step",
     "activations": "kept from forward for backward",
-    "gathered": "parameters gathered for computation, with the buffers of the gathering",
-    "attention": "working space of attention, forward and backward",
+    "gathered": "gathered parameters, with the buffers of the all-gather",
+    "attention": "temporary memory of attention, forward and backward",
     "loss": "logits of a chunk, gradients of hidden states and of the output projection",
-    "working": "working space of the layers: what is made and used up in one pass",
+    "working": "temporary memory of the layers within one pass",
     "batch": "token ids, labels, positions",
 }
 
@@ -93,7 +93,7 @@ class Trace:
         host_moved: The same on the host.
         copied: Bytes copied from the device to the host or back.
         pageable: The most bytes of host memory that are not pinned.
-        pinned: Pinned host memory: the most buffers alive at once, by their size as torch rounds it.
+        pinned: Pinned host memory: peak size of live buffers, as rounded by torch.
         backlog: Bytes of all gradients (and copies of shards) that may wait on the host at once for an
             optimizer that steps there; here each is stepped as soon as it is there.
     """

@@ -73,7 +73,7 @@ class StepTracker(TorchDispatchMode):
     call `start` before the step.
 
     Where an operator belongs is found by hooks on modules in forward, and in backward by the number of
-    the autograd node, which says during which module's forward the node was made.
+    the autograd node, which records during which module's forward the node was made.
 
     What bytes are is decided when the step is over: what forward made and backward still had is an
     activation, what died before is working space.
@@ -81,7 +81,7 @@ class StepTracker(TorchDispatchMode):
     Args:
         mesh_of: Name of the mesh dimension of a process group, given also the activity.
         workspace: See `Workspace`.
-        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep alive.
+        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep.
         separate_host: Whether host memory is another memory than the device's.
     """
 
@@ -181,10 +181,10 @@ class StepTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Generator[None, None, None]:
-        """Enclose what a step does several times in a row, exactly alike, and what is run here once.
+        """Enclose what a step repeats identically, and what is run here once.
 
         What is computed, moved and sent counts so often. Bytes are there once: nothing of one time may
-        live on beside the next.
+        live on during the next.
 
         Args:
             times: How often.
@@ -262,7 +262,7 @@ class StepTracker(TorchDispatchMode):
                 if self._recording and name in counted:
                     per_pair, query = counted[name]
                     _, heads, _, width = args[query].shape
-                    # Attention forward in backward is recomputation, also where no module stands around it.
+                    # Attention forward in backward is recomputation, even outside of any module.
                     recomputed = name == "attention" and backward_node() is not None
                     key = name, self._place().again or recomputed
                     number = per_pair * heads * width * methods.pairs_of_this_rank()
@@ -381,7 +381,7 @@ class StepTracker(TorchDispatchMode):
         Args:
             tensor: Of a DTensor, the local part counts.
             category: One of `CATEGORIES`.
-            on_host: Whether it lies on the host.
+            on_host: Whether it is on the host.
             pinned: Whether its memory there is pinned.
         """
         with torch.no_grad():

@@ -66,7 +66,7 @@ def verify_result(output_dir: Path) -> str:
         output_dir: The output folder of a finished run.
 
     Returns:
-        A line that says what was found.
+        A line with the result.
 
     Raises:
         UserError: `final/` is not whole, does not load, or gives another loss than the run

@@ -100,7 +100,7 @@ def convert_to_float8(
         device: Where the model will train. On `cpu` float8 is always emulated.
         emulate: Emulate also elsewhere.
         tp: Ranks that will share each matrix.
-        float8_all_gather: See `float8_config`; False where shards lie on the host, whose scales
+        float8_all_gather: See `float8_config`; False if shards are on the host, whose scales
             would have to be reduced there. Never with tensor parallelism: FSDP would scale each rank's
             part of a matrix by itself, and results would depend on the mesh.
 

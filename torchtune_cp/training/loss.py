@@ -51,7 +51,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Takes the gradient in the forward pass: three products with the head instead of four.
 
     Keeping logits for backward needs [N, v]; recomputing them needs a fourth product. A loss that is
-    the last node of the graph can take its own gradient while a chunk's logits are at hand (as Liger
+    the last node of the graph can compute its own gradient while a chunk's logits exist (as Liger
     Kernel does, arXiv 2410.10989); backward then only multiplies by the incoming scalar.
     """
 
@@ -89,7 +89,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             else:
                 grad_weight += grad.t() @ h
             torch.mm(grad, weight, out=grad_hidden[part])  # last: it may take the place of h
-            del grad  # or two chunks would be alive while the next one is taken
+            del grad  # otherwise two chunks would exist while the next one is computed
         ctx.scaled = False
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
@@ -100,7 +100,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if ctx.scaled:
             raise RuntimeError(
                 "LinearCrossEntropyLoss: backward was called a second time (retain_graph=True);"
-                " its gradients were handed out at the first"
+                " its gradients were returned by the first"
             )
         ctx.scaled = True
         grad_hidden, grad_weight = ctx.saved_tensors

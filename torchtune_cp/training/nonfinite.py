@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number: found before the optimizer uses it, on all ranks alike."""
+"""A loss or gradient that is no number: found before the optimizer uses it, on all ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class NonFiniteGuard:
     ) -> bool:
         """Say whether the optimizer may make the step; every rank must call this and gets one answer.
 
-        A refused step costs a collective and a warning on rank 0 (the package's logger speaks there
+        A refused step costs a collective and a warning on rank 0 (the package's logger writes there
         only); a step that is let through costs nothing.
 
         Args:
@@ -119,11 +119,11 @@ class NonFiniteGuard:
                 self._before_raising()
             raise UserError(
                 f"step {step}: {what}; {samples}; on_nonfinite=raise ends the run,"
-                " on_nonfinite=skip leaves such steps out"
+                " on_nonfinite=skip skips such steps"
             )
         self.count += 1
         if self.count == 1:
-            # torch tells a schedule that moves on before the first optimizer step from one that is
+            # torch distinguishes a schedule that advances before the first optimizer step from one that is
             # stepped in the wrong order by nothing.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         _LOG.warning(
@@ -169,5 +169,5 @@ class NonFiniteGuard:
 def _listed(ids: list[int] | None) -> str:
     if ids is None:
         return "samples (ids unknown: the collate function passes no sample_ids on)"
-    # -1 stands for a filler without content.
+    # -1 marks padding without content.
     return f"samples {', '.join(str(number) for number in ids if number >= 0)}"

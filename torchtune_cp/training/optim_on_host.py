@@ -1,4 +1,4 @@
-"""The optimizer on the host: its state lies there, and it steps there while backward goes on."""
+"""The optimizer on the host: its state is there, and it steps there while backward runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 class OptimizerOnHost(OptimizerInBackward):
-    """Makes an ordinary optimizer step on the host, one parameter at a time, beside backward.
+    """Makes an ordinary optimizer step on the host, one parameter at a time, during backward.
 
     As soon as a parameter's gradient is complete (FSDP2 has added it up), it and the parameter are copied
     to host memory and the gradient is freed; a thread steps this parameter there and sends its new value

@@ -1,4 +1,4 @@
-"""How far a run is, and how far it has to go: steps, epochs, and where a checkpoint left them."""
+"""The progress of a run and its length: steps, epochs, and where a checkpoint left them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, ResumePoint | None]:
-    """Look where the run starts; every rank has to call this.
+    """Determine where the run starts; collective, every rank must call it.
 
     Args:
         cfg: The run's config.
@@ -57,7 +57,7 @@ def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
     """Make room where an earlier start has reported that this one does not go on with.
 
     Either `overwrite` lets its lines go, or it never came to a checkpoint (others are refused before
-    the ranks start): then they are kept beside. Called on rank 0.
+    the ranks start): then they are kept in another file. Called on rank 0.
 
     Args:
         cfg: The run's config.
@@ -89,7 +89,7 @@ def skipped_steps(resumed: ResumePoint | None) -> int:
 
 
 def run_record(cfg: FullFinetuneConfig, dims: ParallelDims, seed: int) -> dict[str, Any]:
-    """What every checkpoint of a run says of it, as plain JSON.
+    """What every checkpoint records about its run, as plain JSON.
 
     Args:
         cfg: The run's config; its secrets are masked.
@@ -113,7 +113,7 @@ def restore(
 ) -> None:
     """Fill model, optimizer, schedule and random generators from a checkpoint, if there is one.
 
-    On the mesh and with the config that it was saved with, the run goes on bit for bit. A line says
+    On the mesh and with the config that it was saved with, the run continues bitwise equal. A line says
     what will be different otherwise.
 
     Args:
@@ -135,7 +135,7 @@ def restore(
         for key in ("optimizer", "lr_scheduler")
         if saved["config"].get(key) != record["config"].get(key)
     ]
-    # Their values are not in the checkpoint, so nobody can tell: those of now count.
+    # Their values are not in the checkpoint, so they cannot be compared: the current ones are used.
     changed += [
         f"{key} has values from the environment and may have"
         for key in ("optimizer", "lr_scheduler")
@@ -173,14 +173,14 @@ def _say(
         _LOG.info("the run was finished: there is nothing left to train")
     if not same_mesh:
         _LOG.info(
-            "saved on %d processes (%s), resumed on %d (%s): sums are added up in another order%s",
+            "saved on %d processes (%s), resumed on %d (%s): sums are computed in a different order%s",
             saved["world_size"],
             _spelt(saved["mesh"]),
             record["world_size"],
             _spelt(record["mesh"]),
             ""
             if saved["world_size"] == record["world_size"]
-            else "; random numbers of dropout, if there is any, are others",
+            else "; random numbers of dropout, if used, are different",
         )
     loud = []
     if saved["global_batch_size"] != progress.global_batch_size:
@@ -194,7 +194,7 @@ def _say(
     if changed:
         loud.append(
             f"{', '.join(changed)} changed: rates and settings are those of this config, the schedule"
-            f" stands at step {progress.step}"
+            f" is at step {progress.step}"
         )
     if loud:
         _LOG.warning("this is not the run that was saved: %s", "; ".join(loud))

@@ -63,7 +63,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def setup_logging(level: str) -> logging.Logger:
-    """Let rank 0 speak at `level` and the others of errors only, so that nothing is said twice.
+    """Log at `level` on rank 0 and only errors on the others, so that nothing is logged twice.
 
     Args:
         level: A name of Python's logging levels.
@@ -192,7 +192,7 @@ def checkpoint_around_compiled(cfg: FullFinetuneConfig) -> bool:
     """Whether a checkpointed layer is compiled first: under tensor parallelism alone.
 
     torch 2.13 cannot compile a checkpoint over tensors that a mesh holds; see `compile_layers` for why
-    the checkpoint lies inside otherwise.
+    the checkpoint is inside otherwise.
     """
     return cfg.tensor_parallel_dim > 1 and cfg.context_parallel_dim == 1
 
@@ -244,8 +244,8 @@ def build_optimizer(
 ) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 
-    With `optimizer_in_bwd` it steps inside backward, with `optimizer_on_host` beside it; it and its
-    schedule are used as ever.
+    With `optimizer_in_bwd` it steps in backward, with `optimizer_on_host` on the host during backward; it and
+    its schedule are used as ever.
 
     Args:
         cfg: The run's config.
@@ -280,7 +280,7 @@ def build_optimizer(
 
 
 def build_profiler(cfg: FullFinetuneConfig) -> Any:
-    """Build the profiler that the config names; without one, a stand-in that does nothing."""
+    """Build the profiler that the config names; without one, a placeholder without effect."""
     return setup_torch_profiler() if cfg.profiler is None else instantiate(cfg.profiler)
 
 
@@ -321,10 +321,10 @@ def build_report(
 
 
 def _masked_labels(cfg: FullFinetuneConfig) -> dict[str, Any]:
-    """What the config's logger may say of the run: the labels among its arguments, without secrets."""
+    """What the config's logger may publish about the run: the labels among its arguments, without secrets."""
     node, masked = cfg.metric_logger, resolved_dict(cfg)["metric_logger"]
     if node is None or not isinstance(masked, dict):
-        return {}  # all of it is from the environment: what the logger masks itself has to do
+        return {}  # all of it is from the environment: the logger's own masking must suffice
     labels = {}
     for name in LABELS:
         if name in masked:
@@ -358,7 +358,7 @@ def build_loader(
         cfg: The run's config.
         dataset: `cfg.dataset` or `cfg.dataset_val`; a list is concatenated.
         tokenizer: Handed to the datasets.
-        meshes: `meshes.dp` says which samples this rank reads.
+        meshes: `meshes.dp` determines which samples this rank reads.
         seed: Of the order of samples.
         vocab_size: The model's; data with other token ids are refused when they are read. None does not
             look.

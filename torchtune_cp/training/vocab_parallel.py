@@ -39,8 +39,8 @@ def local_vocab_shard(hidden: DTensor, weight: DTensor) -> tuple[Tensor, Tensor,
         The local tensors, [..., d] and [w, d], with gradients leading back, and the range of ids.
     """
     mesh = weight.device_mesh
-    assert weight.placements == (Shard(0),), f"the output weight lies as {weight.placements}"
-    assert hidden.placements == (Replicate(),), f"hidden states lie as {hidden.placements}"
+    assert weight.placements == (Shard(0),), f"the output weight has placements {weight.placements}"
+    assert hidden.placements == (Replicate(),), f"hidden states have placements {hidden.placements}"
     local_weight = weight.to_local()
     assert local_weight.size(0) * mesh.size() == weight.size(0), "uneven ranges of token ids"
     shard = VocabShard(

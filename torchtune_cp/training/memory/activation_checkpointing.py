@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 #: The operators that `F.scaled_dot_product_attention` becomes, by device and backend. Selective
-#: checkpointing sees them with and without context parallelism: a dispatch mode stands above DTensor,
+#: checkpointing sees them with and without context parallelism: a dispatch mode is above DTensor,
 #: so it sees the one operator on DTensors, and neither the ring's steps nor its collectives below it.
 ATTENTION_OPS = frozenset(
     {

@@ -1,7 +1,7 @@
-"""Attention over one chunk of heads after another, so that few tensors of the whole slice are alive.
+"""Attention over one chunk of heads after another, so that few tensors of the whole slice exist.
 
 A layer's first half makes queries, keys, values and the output of attention, each as long as the
-sequence, and in backward the gradient of each. Heads do not meet before the output projection: done a
+sequence, and in backward the gradient of each. Heads are independent up to the output projection: done a
 chunk at a time, all of these but the output are as large as a chunk (UPipe, arXiv 2602.21196, does so for
 Ulysses; here it is for every method). What treats tokens singly, norm and projections, is done in tiles.
 
@@ -29,7 +29,7 @@ from torchtune_cp.training.memory.gradient_sums import GradientSums
 if TYPE_CHECKING:
     from torchtune_cp.models.transformer import TransformerDecoder, TransformerLayer
 
-#: Tokens of a tile where `mlp_tile_tokens` says nothing.
+#: Tokens of a tile if `mlp_tile_tokens` is null.
 TILE_TOKENS = 4096
 
 

@@ -73,7 +73,7 @@ class _LayerPass:
     Attributes:
         previous: The layer before it in the same forward pass, whose backward comes next.
         moves: Whether anything of this layer moves.
-        stays: Storages that are alive anyway, so that moving them would free nothing.
+        stays: Storages that exist anyway, so that moving them would free nothing.
         copies: What moved, by storage and version; only saved tensors keep a copy alive.
         copied: When the last copy to the host is done.
         fetched: When the last copy back is done; None before the fetch.
@@ -101,7 +101,7 @@ class _Saved:
     Attributes:
         layer: Where it was saved.
         tensor: The tensor itself where it stays on the device.
-        copy: Else the storage's bytes, and how the tensor lies in them.
+        copy: Else the storage's bytes, and the tensor's layout in them.
         spec: For a DTensor: mesh, placements, global shape and stride.
     """
 
@@ -121,7 +121,7 @@ class ActivationOffload:
     Copies run on a stream of their own, so that they overlap with computation: those of a layer's
     activations with the next layer's forward pass (whose end waits for them, and only then is the
     device memory given back), those back to the device with the backward pass of the layer behind.
-    Tensors that are alive anyway stay: parameters, their views, and what several layers share. So does
+    Tensors that exist anyway stay: parameters, their views, and what several layers share. So does
     all of the last layer, whose backward comes at once.
 
     On the CPU the same code runs with the streams and events of `torch.cpu`, which do nothing, and
@@ -130,7 +130,7 @@ class ActivationOffload:
     Attributes:
         moved_bytes: All bytes that were copied to the host so far.
         fetched_bytes: All bytes that were copied back.
-        host_bytes: Bytes that lie on the host now.
+        host_bytes: Bytes that are on the host now.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:

@@ -1,6 +1,6 @@
 """The MLP over one stretch of the sequence after another, so that its intermediates stay small.
 
-An MLP treats every token by itself, so nothing but memory speaks for computing all tokens at once. At long
+An MLP processes every token independently, so nothing requires computing all tokens at once. At long
 sequences its intermediates (six tensors of the hidden width in backward) are a layer's largest; cut into
 tiles they are those of one tile (ALST's TiledMLP, arXiv 2506.13996, section 3.3).
 
@@ -145,7 +145,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, output: Tensor) -> Tensor:
-        ctx.mark_dirty(output)  # or autograd would hand out a view of it, of which FSDP warns
+        ctx.mark_dirty(output)  # or autograd would return a view of it, of which FSDP warns
         return output
 
     @staticmethod
@@ -158,7 +158,7 @@ def apply_tiled_mlp(model: LanguageModel, tile_tokens: int) -> None:
     """Compute the second half of every layer (norm, MLP, residual) in tiles along the sequence.
 
     Backward computes each tile again before it takes its gradients; nothing but the half's input is kept
-    for it. Parameter gradients are added up over the tiles in float32, and each parameter hands over one
+    for it. Parameter gradients are added up over the tiles in float32, and each parameter passes on one
     gradient, so FSDP reduces once as ever. Call it after tensor parallelism and before activation
     checkpointing.
 
