@@ -4,7 +4,7 @@ python -m benchmarks.balance
 
 Attention work of the busiest rank over the mean of all, at cp 8 on packs of 131,072 tokens: of the standard
 library's files (a token a byte) and of proteins (a token a residue). Beside it the same packs in torch's
-head-tail order of the whole sequence, which is told nothing of documents.
+head-tail order of the whole sequence, which ignores documents.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _serve(
 
 @dataclass
 class Contender:
-    """A group of processes that stays up and makes one step when told.
+    """A group of processes that stays loaded and makes one step on request.
 
     Attributes:
         name: For the table.

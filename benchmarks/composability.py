@@ -407,10 +407,10 @@ class Bench:
     def peak(self, cp: int, options: tuple[Option, ...]) -> int | None:
         """Peak bytes of a rank in a step on `MEMORY_TOKENS` tokens over `cp` ranks."""
         mesh = Mesh(f"cp {cp}", cp, {"context_parallel_dim": cp})
-        said = self.run(memory_step, mesh, options)
-        if said["failed"]:
-            raise RuntimeError(f"{[o.name for o in options]} on cp {cp}: {said['failed']}")
-        return said.get("peak")
+        outcome = self.run(memory_step, mesh, options)
+        if outcome["failed"]:
+            raise RuntimeError(f"{[o.name for o in options]} on cp {cp}: {outcome['failed']}")
+        return outcome.get("peak")
 
 
 def _weights(output: Path) -> dict[str, torch.Tensor]:

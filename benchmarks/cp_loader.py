@@ -94,7 +94,7 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
     ways = {"slices": partial(_send_slices, channel), "objects": _scatter_objects}
     done = dict.fromkeys(ways, 0)
 
-    def hand_out(way: str) -> tuple[float, float, int]:
+    def distribute(way: str) -> tuple[float, float, int]:
         batch = batches[done[way] % len(batches)]
         done[way] += 1
         dist.barrier()
@@ -111,7 +111,7 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
         seconds = time.perf_counter() - start
         return seconds, cut, int(got["tokens"].sum())
 
-    return hand_out
+    return distribute
 
 
 def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:

@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         finally:
             self._host -= 1
 
-    def lies_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say of tensors that exist already that they are in host memory."""
         with torch.no_grad():
             for tensor in tensors:
@@ -148,7 +148,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
             FullModelHFCheckpointer(checkpoint_dir=None),
             with_shards=watch.on_host if cfg.fsdp_cpu_offload else contextlib.nullcontext,
             made=lambda model: (
-                watch.lies_on_host(model.parameters()) if cfg.fsdp_cpu_offload else None
+                watch.mark_on_host(model.parameters()) if cfg.fsdp_cpu_offload else None
             ),
         )
         step(seq_len)

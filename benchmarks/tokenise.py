@@ -54,9 +54,12 @@ def make_data(folder: Path, rows: int) -> None:
         (folder / "proteins.fasta").open("w") as proteins,
     ):
         for i in range(rows):
-            asked, said = draw.choice(blocks), draw.choice(blocks)
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            text.write(json.dumps({"text": f"{asked} {i}"}) + "\n")
+            question, answer = draw.choice(blocks), draw.choice(blocks)
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            text.write(json.dumps({"text": f"{question} {i}"}) + "\n")
             conversations.write(json.dumps({"messages": turns}) + "\n")
             residues = "".join(draw.choices(STANDARD_RESIDUES, k=draw.randint(50, 500)))
             proteins.write(f">p{i}\n{residues}\n")

@@ -426,9 +426,9 @@ def run_two_ranks(report: Report, head_dim: int, cases: list[Case]) -> None:
                 if rank == 0:
                     collectives = row
                     for name, error in row.items():
-                        told = {"error": error} if error else {}
+                        extra = {"error": error} if error else {}
                         status = "unsupported" if error else "passed"
-                        report.add(status, cp=2, collective=f"gloo {name}", **told)
+                        report.add(status, cp=2, collective=f"gloo {name}", **extra)
                 continue
             rows.setdefault(number, {})[rank] = row
             if len(rows[number]) == 2:

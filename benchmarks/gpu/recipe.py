@@ -61,7 +61,7 @@ def run_recipe(
         The lines of `metrics.jsonl` and the command.
 
     Raises:
-        RuntimeError: It failed; the message holds the end of what it said.
+        RuntimeError: It failed; the message contains the end of its output.
     """
     arguments = ["run", "full_finetune_distributed", "--config", "tiny/llama_cpu"]
     arguments += [f"device={device}", f"dtype={dtype}", f"max_steps_per_epoch={STEPS}"]
@@ -83,8 +83,8 @@ def run_recipe(
         },
     )
     if done.returncode != 0:
-        said = (done.stderr or done.stdout)[-1500:]
-        raise RuntimeError(f"exit code {done.returncode}: {said}")
+        output = (done.stderr or done.stdout)[-1500:]
+        raise RuntimeError(f"exit code {done.returncode}: {output}")
     if not (folder / "final" / "config.json").exists():
         raise RuntimeError(f"no model in {folder / 'final'}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

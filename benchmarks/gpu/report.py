@@ -32,7 +32,7 @@ _PACKAGES = ("omegaconf", "torchdata", "tokenizers", "safetensors", "jinja2", "n
 
 @dataclass(frozen=True)
 class Setting:
-    """What every part is told.
+    """The settings of every part.
 
     Attributes:
         device: `"cuda"`, or `"cpu"` for a rehearsal with tiny sizes.
@@ -212,9 +212,9 @@ class Report:
         self._write(worst, error)
         mark = " (REHEARSAL on the CPU: no GPU figure)" if self.setting.rehearsal else ""
         counts = {s: sum(row["status"] == s for row in self._rows) for s in STATUSES}
-        told = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
+        summary = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
         reason = f": {error}" if error else ""
-        print(f"[{self.part}] {worst.upper()}{mark} {told}{reason}; written: {self.path}")
+        print(f"[{self.part}] {worst.upper()}{mark} {summary}{reason}; written: {self.path}")
         return worst
 
     def _write(self, status: str, error: str | None) -> None:

@@ -24,7 +24,7 @@ import torch
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from torchtune_cp.checkpointing.model_folder import (
     discard_hidden,
-    hidden_place,
+    hidden_path,
     open_hidden,
     put_in_place,
 )
@@ -111,18 +111,18 @@ def _rounds(
     queues: dict[int, list[tuple[int, str, int]]] = {owner: [] for owner in owners}
     for index, (plan, owner) in enumerate(zip(plans, owners, strict=True)):
         queues[owner] += [(index, name, plan.bytes_of(name)) for name in plan.shapes]
-    places = dict.fromkeys(queues, 0)
-    while any(places[owner] < len(queue) for owner, queue in queues.items()):
+    positions = dict.fromkeys(queues, 0)
+    while any(positions[owner] < len(queue) for owner, queue in queues.items()):
         taken: list[tuple[int, str]] = []
         for owner, queue in queues.items():
             room = buffer_bytes
-            while places[owner] < len(queue):
-                index, name, num_bytes = queue[places[owner]]
+            while positions[owner] < len(queue):
+                index, name, num_bytes = queue[positions[owner]]
                 if room < buffer_bytes and num_bytes > room:
                     break
                 taken.append((index, name))
                 room -= num_bytes
-                places[owner] += 1
+                positions[owner] += 1
         yield taken
 
 
@@ -203,7 +203,7 @@ def _save(
     buffer_bytes: int,
     rank_sync: RankSync,
 ) -> None:
-    temporary, writers = hidden_place(final), _open_temporary(final, rank_sync)
+    temporary, writers = hidden_path(final), _open_temporary(final, rank_sync)
     plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
     for taken in _rounds(plans, owners, buffer_bytes):
@@ -259,7 +259,7 @@ def _open_temporary(final: Path, rank_sync: RankSync) -> list[int]:
         except OSError as caught:
             error = caught
     rank_sync.raise_together(error)
-    sees = rank_sync.rank == 0 or hidden_place(final).is_dir()
+    sees = rank_sync.rank == 0 or hidden_path(final).is_dir()
     return [rank for rank, note in enumerate(rank_sync.gather("yes" if sees else None)) if note]
 
 

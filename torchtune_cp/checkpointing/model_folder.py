@@ -46,7 +46,7 @@ def open_hidden(final: Path) -> None:
     Raises:
         OSError: It cannot be created, or the final path is not a folder.
     """
-    temporary, replaced = hidden_place(final), _replaced(final)
+    temporary, replaced = hidden_path(final), _replaced(final)
     if os.path.lexists(replaced):
         if os.path.lexists(final):
             _return_others(replaced, final)
@@ -64,7 +64,7 @@ def discard_hidden(final: Path) -> None:
     Raises:
         OSError: It cannot be deleted.
     """
-    temporary = hidden_place(final)
+    temporary = hidden_path(final)
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     else:
@@ -81,12 +81,12 @@ def put_in_place(final: Path) -> None:
         OSError: A rename failed.
     """
     replaced = _replaced(final)
-    rename_into_place(hidden_place(final), final, replaced)
+    rename_into_place(hidden_path(final), final, replaced)
     if replaced.exists():
         _return_others(replaced, final)
 
 
-def hidden_place(final: Path) -> Path:
+def hidden_path(final: Path) -> Path:
     """Return the hidden folder in which the model for `final` is written.
 
     Args:

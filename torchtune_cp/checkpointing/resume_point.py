@@ -109,7 +109,7 @@ def find_resume_point(
         is_own = path.parent.resolve() == own.resolve()
         _LOG.info("%scontinuing from %s (step %d)", why, path, manifest.step)
         if is_own:
-            _say_whose(manifest, own.parent)
+            _log_origin(manifest, own.parent)
         return ResumePoint(path, manifest, is_own)
     if problems:
         raise UserError(
@@ -121,8 +121,8 @@ def find_resume_point(
     return None
 
 
-def _say_whose(manifest: Manifest, output_dir: Path) -> None:
-    """Say so when a checkpoint in a run's folder was saved by a run with another folder."""
+def _log_origin(manifest: Manifest, output_dir: Path) -> None:
+    """Log when a checkpoint in a run's folder was saved by a run with another folder."""
     config = manifest.state.get("config")
     saved = config.get("output_dir") if isinstance(config, Mapping) else None
     if isinstance(saved, str) and expand_home(saved).resolve() != output_dir.resolve():

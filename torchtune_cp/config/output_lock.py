@@ -48,7 +48,7 @@ class Owner:
         launcher: The process that started it and would start it again; None without one.
         launcher_started: When that one started.
         job: torchrun's `--rdzv-id`, the same on all nodes of a run; None without torchrun.
-        ended: Whether it has said that it is done.
+        ended: Whether it has recorded its end.
     """
 
     host: str

@@ -81,7 +81,7 @@ def kind_problem(path: Path, wanted: Kind) -> str | None:
             continue
         except OSError as error:
             return f"{place} cannot be used: {error.strerror}"
-        found = next((said for is_so, said in _KINDS if is_so(mode)), "a device")
+        found = next((kind for is_so, kind in _KINDS if is_so(mode)), "a device")
         return None if found == wanted else f"{place} is {found}, not {wanted}"
     return None
 
@@ -109,7 +109,7 @@ def cannot_write(key: str, path: Path, error: OSError) -> str:
     Args:
         key: The config key that led there.
         path: The path.
-        error: What the system said.
+        error: The system's error.
 
     Raises:
         UserError: The disk is full: no mistake in a config.

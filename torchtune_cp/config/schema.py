@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_cp.config.argument_types import SAID
+from torchtune_cp.config.argument_types import TYPE_NAMES
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
@@ -481,8 +481,8 @@ def _accepted(hint: Any) -> tuple[Any, ...]:
     return (get_origin(hint) or hint,)
 
 
-_SAID = {
-    **SAID,
+_TYPE_NAMES = {
+    **TYPE_NAMES,
     list: "a list of strings",
     DictConfig: f"a component {{{COMPONENT}: dotted.path, ...}}",
     ListConfig: "a list of components",
@@ -502,8 +502,8 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
     if isinstance(value, int) and not isinstance(value, bool) and int not in accepted:
         value = _as_float(value) if float in accepted else value
     if not _fits(value, accepted):
-        said = " or ".join(_SAID[kind] for kind in accepted)
-        return value, [f"{name}: expected {said}, got {value!r}"]
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in accepted)
+        return value, [f"{name}: expected {expected}, got {value!r}"]
     if isinstance(value, dict):
         return value, _mapping_problems(name, value) + list(_endless_numbers(name, value))
     if isinstance(value, list) and list not in accepted:

@@ -98,7 +98,7 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
     if child == 0:
         _ask_until_it_answers(host, port, deadline, writing)
     os.close(writing)
-    said = b""
+    reply = b""
     try:
         while (left := deadline - time.monotonic()) > 0:
             # Short waits: a signal's handler runs between two of them.
@@ -107,13 +107,13 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
             piece = os.read(reading, 4096)
             if not piece:
                 break
-            said += piece
+            reply += piece
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    answers = said.decode(errors="replace").split("\n")[:-1]
+    answers = reply.decode(errors="replace").split("\n")[:-1]
     if "ok" not in answers:
         raise AddressError(answers[-1] if answers else "no answer")
 

@@ -15,7 +15,7 @@ _POLL_S = 0.1
 _FAREWELL_S = 3.0
 
 
-class NotAllCame(Exception):
+class NodesMissing(Exception):
     """The time is over; the message names the nodes that are missing."""
 
 
@@ -82,7 +82,7 @@ class Arrivals:
         """
         while True:
             nodes = self._nodes()
-            _check_alike(me, nodes)
+            _check_same_options(me, nodes)
             if not self._missing(nodes):
                 return
             self._wait_a_moment(deadline)
@@ -126,7 +126,7 @@ class Arrivals:
             self._store.add(_ACKNOWLEDGED, 1)
             raise Refused(why)
         if time.monotonic() > deadline:
-            raise NotAllCame(_named(self._missing(self._nodes()), self._world))
+            raise NodesMissing(_named(self._missing(self._nodes()), self._world))
         time.sleep(_POLL_S)
 
     def _nodes(self) -> list[Node]:
@@ -138,7 +138,7 @@ class Arrivals:
         return sorted(set(range(self._world)) - {node.rank for node in nodes})
 
 
-def _check_alike(me: Node, nodes: Sequence[Node]) -> None:
+def _check_same_options(me: Node, nodes: Sequence[Node]) -> None:
     seen: dict[int, Node] = {}
     for node in nodes:
         for option, theirs, ours in (

@@ -40,7 +40,7 @@ from torchtune_cp.launch.addresses import (
     shown,
     wait_for_store,
 )
-from torchtune_cp.launch.arrivals import Arrivals, Node, NotAllCame, Refused
+from torchtune_cp.launch.arrivals import Arrivals, Node, NodesMissing, Refused
 from torchtune_cp.launch.rendezvous_options import DYNAMIC, NODE_RANK, ONE_NODE, STATIC, TIMEOUT
 
 
@@ -118,7 +118,7 @@ class _SeveralNodes(_Rendezvous):
             self._host, self._port = parse_rendezvous_endpoint(params.endpoint, 0)
             self._address = shown(self._host, self._port)
 
-    def _gone(self) -> RendezvousConnectionError:
+    def _store_lost(self) -> RendezvousConnectionError:
         return RendezvousConnectionError(
             f"the store at {self._address} is lost: the node that hosts it has failed or exited"
         )
@@ -145,12 +145,12 @@ class _SeveralNodes(_Rendezvous):
             if rank == 0:
                 return self._open(arrivals, me, deadline)
             host, port = arrivals.wait_until_open(me, deadline)
-        except NotAllCame as missing:
+        except NodesMissing as missing:
             raise self._late(str(missing)) from None
         except Refused as refused:
             raise RendezvousStateError(f"{refused} (they met at {self._address})") from None
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         if (host, port) != (self._host, self._port):
             try:
                 wait_for_store(host, port, max(deadline, time.monotonic() + 1))
@@ -165,7 +165,7 @@ class _SeveralNodes(_Rendezvous):
         try:
             arrivals.gather(me, deadline)
             meeting = self._store_for_ranks()
-        except NotAllCame as missing:
+        except NodesMissing as missing:
             arrivals.give_up(f"node 0 has waited {self._timeout_s} s for {missing}")
             raise
         except (Refused, RendezvousConnectionError) as error:
@@ -224,7 +224,7 @@ class StaticNodes(_SeveralNodes):
         try:
             store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
 
@@ -243,7 +243,7 @@ class StaticNodes(_SeveralNodes):
         try:
             return Arrivals(self._notes("nodes"), self._params.max_nodes).count()
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
 
     def shutdown(self) -> bool:
         """Leave; nodes that wait for this one to start again need not."""
@@ -278,7 +278,7 @@ class DynamicNodes(_SeveralNodes):
                 f"the run {run} at {self._address} has ended: give another --rdzv-id"
             ) from None
         except RendezvousConnectionError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         except RendezvousStateError:
             raise RendezvousStateError(
                 f"the data at {self._address} is not the state of a run"
@@ -301,7 +301,7 @@ class DynamicNodes(_SeveralNodes):
             except RendezvousConnectionError:
                 # Another launcher on this machine was faster, or the store went after it had answered.
                 if self._in_file or time.monotonic() > deadline:
-                    raise self._gone() from None
+                    raise self._store_lost() from None
                 time.sleep(0.1)
                 continue
             return create_handler(store, backend, self._params)
@@ -329,7 +329,7 @@ class DynamicNodes(_SeveralNodes):
         try:
             return self._inner.num_nodes_waiting()
         except RendezvousConnectionError:
-            raise self._gone() from None
+            raise self._store_lost() from None
 
     def is_closed(self) -> bool:
         """Whether the rendezvous is closed for further nodes."""

@@ -171,7 +171,7 @@ def _seconds(option: str, value: str | int) -> int:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Endpoint:
     """An address as the user gave it, or torchrun's default for it."""
 
     option: str
@@ -179,7 +179,7 @@ class _Place:
     port: int
 
 
-def _place(args: argparse.Namespace, backend: str, default_port: int) -> _Place:
+def _endpoint(args: argparse.Namespace, backend: str, default_port: int) -> _Endpoint:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     master = f"{args.master_addr}:{args.master_port or default_port}"
@@ -199,29 +199,29 @@ def _place(args: argparse.Namespace, backend: str, default_port: int) -> _Place:
                 f"--rdzv-endpoint {text} and --master-addr / --master-port {master} name two"
                 " addresses: give one of them"
             )
-    return _Place(option, host, port)
+    return _Endpoint(option, host, port)
 
 
 def _settle_one_node(args: argparse.Namespace, backend: str) -> None:
     if args.node_rank != 0 and backend == "static":
         raise ConfigError(f"--node-rank {args.node_rank}: with --nnodes 1 there is node 0 only")
-    place = _place(args, backend, 0)
-    where = shown(place.host, place.port)
+    endpoint = _endpoint(args, backend, 0)
+    where = shown(endpoint.host, endpoint.port)
     try:
-        own = is_own(place.host)
+        own = is_own(endpoint.host)
     except AddressError as error:
-        raise ConfigError(f"{place.option} {where}: {error}") from None
+        raise ConfigError(f"{endpoint.option} {where}: {error}") from None
     if not own:
         raise ConfigError(
-            f"{place.option} {where}: with one node (--nnodes 1) its store is on this machine,"
+            f"{endpoint.option} {where}: with one node (--nnodes 1) its store is on this machine,"
             " which has no such address: leave the option out, or set --nnodes"
         )
-    host = place.host
+    host = endpoint.host
     if not is_loopback(host) or host == "localhost":
         host = LOOPBACK
-    if not is_loopback(place.host):
-        _note(f"{place.option} {where}: one node uses {shown(host, place.port)} instead")
-    args.rdzv_backend, args.rdzv_endpoint = ONE_NODE, shown(host, place.port)
+    if not is_loopback(endpoint.host):
+        _note(f"{endpoint.option} {where}: one node uses {shown(host, endpoint.port)} instead")
+    args.rdzv_backend, args.rdzv_endpoint = ONE_NODE, shown(host, endpoint.port)
     if args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
 
@@ -236,9 +236,9 @@ def _settle_static(args: argparse.Namespace, fewest: int, most: int) -> None:
         raise ConfigError(
             f"--node-rank {args.node_rank}: with --nnodes {most} it is one of 0 to {most - 1}"
         )
-    place = _place(args, "static", _MASTER_PORT)
-    _check_port(place)
-    args.rdzv_backend, args.rdzv_endpoint = STATIC, shown(place.host, place.port)
+    endpoint = _endpoint(args, "static", _MASTER_PORT)
+    _check_port(endpoint)
+    args.rdzv_backend, args.rdzv_endpoint = STATIC, shown(endpoint.host, endpoint.port)
 
 
 def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool) -> None:
@@ -247,15 +247,15 @@ def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool
             f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT for the rendezvous"
         )
     if not in_file:
-        place = _place(args, "c10d", _C10D_PORT)
-        _check_port(place)
-        args.rdzv_endpoint = shown(place.host, place.port)
+        endpoint = _endpoint(args, "c10d", _C10D_PORT)
+        _check_port(endpoint)
+        args.rdzv_endpoint = shown(endpoint.host, endpoint.port)
     args.rdzv_backend = DYNAMIC
 
 
-def _check_port(place: _Place) -> None:
-    if place.port == 0:
-        raise ConfigError(f"{place.option}: several nodes need a fixed port, got 0")
+def _check_port(endpoint: _Endpoint) -> None:
+    if endpoint.port == 0:
+        raise ConfigError(f"{endpoint.option}: several nodes need a fixed port, got 0")
 
 
 def _note(line: str) -> None:

@@ -70,7 +70,7 @@ class MetricsFile:
                 if damage is not None:
                     aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
                     kept = f"; the file as it was is now {aside.name}" if aside else ""
-                    _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
+                    _LOG.warning("%s is damaged: %s%s", self.path, damage.description, kept)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"output_dir: cannot write {self.path}: {error}") from error

@@ -98,12 +98,12 @@ class Damage:
     """What is wrong with a metrics file.
 
     Attributes:
-        said: The damage, and which steps are lost, in a line.
+        description: The damage and the lost steps, in one line.
         leaves_out: Whether there is something in it that is not copied, and that the run will not write
             again (as it will a last line that a crash has cut off).
     """
 
-    said: str
+    description: str
     leaves_out: bool
 
 
@@ -141,8 +141,10 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
                     steps.add(step)
     except (OSError, UserError) as error:
         is_readable = False
-        said = "it is not a regular file" if isinstance(error, UserError) else f"{error.strerror}"
-        problems.append(said)
+        description = (
+            "it is not a regular file" if isinstance(error, UserError) else f"{error.strerror}"
+        )
+        problems.append(description)
     if bad:
         more = f" and {len(bad) - 1} more cannot be read" if len(bad) > 1 else ""
         problems.insert(0, f"line {bad[0].number} {bad[0].problem}{more}")
@@ -152,9 +154,9 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
     if not problems:
         return None
     lost = f"lost is step {_spans(missing)}" if missing else "no step is lost"
-    said = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
+    description = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
     is_torn = len(bad) == 1 and bad[0].number == number and bad[0].is_torn and not missing
-    return Damage(said, leaves_out=(bool(bad) and not is_torn) or not is_readable)
+    return Damage(description, leaves_out=(bool(bad) and not is_torn) or not is_readable)
 
 
 def _spans(steps: Sequence[int]) -> str:

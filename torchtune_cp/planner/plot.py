@@ -55,7 +55,7 @@ def draw(plan: Plan, path: Path) -> None:
     top = moments[peak].total / GIB
     left_half = peak < len(moments) / 2
     axes.annotate(
-        f"{top:.1f} GiB: {moments[peak].place.describe()}",
+        f"{top:.1f} GiB: {moments[peak].location.describe()}",
         (peak, top),
         xytext=(20 if left_half else -20, 20),
         textcoords="offset points",
@@ -69,7 +69,7 @@ def draw(plan: Plan, path: Path) -> None:
         axes.axhline(memory, color="black", linestyle="--", linewidth=1)
         axes.text(0, memory, f"{plan.cluster.device.name}: {memory:.1f} GiB", va="bottom")
     # A phase's name is below its centre if the phase is wide enough.
-    phases = [moment.place.phase for moment in moments]
+    phases = [moment.location.phase for moment in moments]
     spans = {phase: [i for i in positions if phases[i] == phase] for phase in dict.fromkeys(phases)}
     wide = {phase: span for phase, span in spans.items() if len(span) >= 0.06 * len(moments)}
     axes.set_xticks([(span[0] + span[-1]) / 2 for span in wide.values()], list(wide))

@@ -44,7 +44,7 @@ def as_table(plan: Plan, seq_source: str) -> str:
         f"{plan.cluster.size} x {device.name}: {mesh or 'one rank'};"
         f" sequences of {plan.seq_len:,} tokens ({seq_source}), {plan.tokens:,} tokens a step",
         "",
-        f"Memory of rank {plan.rank} at its peak: {peak.place.describe()}",
+        f"Memory of rank {plan.rank} at its peak: {peak.location.describe()}",
     ]
     rows: list[tuple[str, ...]] = [
         (name, in_words(peak.device[name]), MEANING[name])
@@ -101,9 +101,11 @@ def _host_rows(plan: Plan) -> list[tuple[str, ...]]:
         *((name, in_words(count), "estimate") for name, count in plan.host_estimates.items()),
     ]
     limit = plan.cluster.host_memory
-    said = _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
+    host_limit = (
+        _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
+    )
     ranks = plan.cluster.on_a_node
-    rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {said}"))
+    rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {host_limit}"))
     return rows
 
 
@@ -144,7 +146,7 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
         "ranks": {
             str(rank): {
                 "peak_bytes": profile.peak.total,
-                "peak_at": profile.peak.place._asdict(),
+                "peak_at": profile.peak.location._asdict(),
                 "peak_parts_bytes": profile.peak.device,
                 "host_peak_bytes": profile.host_peak,
                 "host_needed_bytes": profile.host_needed,

@@ -37,7 +37,7 @@ MEANING = {
 PHASES = ("count", "forward", "backward", "norm", "update", "finish")
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where in the step an operator runs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Trace:
 
     Attributes:
         places: The distinct places.
-        place: [ops] index into `places` of each operator.
+        place: [ops] index into `locations` of each operator.
         device: [ops, categories] bytes on the device while each operator runs (its own working space
             included), by `CATEGORIES`.
         host: [ops] bytes in host memory; all 0 where the device is the host.
@@ -98,8 +98,8 @@ class Trace:
             optimizer that steps there; here each is stepped as soon as it is there.
     """
 
-    places: list[Place]
-    place: np.ndarray
+    locations: list[Location]
+    location: np.ndarray
     device: np.ndarray
     host: np.ndarray
     transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def train(model_dir: Path, output_dir: Path, steps: int) -> None:
         steps: Optimizer steps.
 
     Raises:
-        SystemExit: The run failed; it has said why.
+        SystemExit: The run failed, and has reported the reason.
     """
     command = [
         *("tune", "run", "--nproc_per_node", str(_RANKS), "full_finetune_distributed"),

@@ -153,10 +153,10 @@ def restore(
     )
     if record["config"]["enable_fp8_training"] is not False:  # masked, it may be either
         precompute_float8_scales(state.model)  # as after every step
-    _say(saved, record, progress, changed, same_mesh)
+    _log_changes(saved, record, progress, changed, same_mesh)
 
 
-def _say(
+def _log_changes(
     saved: Mapping[str, Any],
     record: Mapping[str, Any],
     progress: TrainingProgress,
