@@ -250,7 +250,7 @@ def build_ours(seq_len: int, cp: int, *settings: bool, **options: Any) -> Callab
     Further arguments are those of `our_training`.
 
     The returned function takes `"step"` (returns this process's peak resident bytes) or
-    `"activations"` (returns the peak bytes of tensors that came to life during the step).
+    `"activations"` (returns the peak bytes of tensors that were allocated during the step).
     """
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.metrics import peak_memory_bytes

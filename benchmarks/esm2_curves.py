@@ -65,7 +65,7 @@ def unigram_entropy(fasta: Path = EXAMPLE_PROTEINS) -> float:
 
 
 def _shortest(folder: Path) -> Path:
-    """The four shortest of the proteins that come with the package, as a file of their own."""
+    """The four shortest of the proteins that come with the package, as a separate file."""
     records = sorted(read_fasta(EXAMPLE_PROTEINS), key=lambda record: len(record[1]))[:SHORTEST]
     path = folder / "four.fasta"
     path.write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records))

@@ -2,10 +2,10 @@
 
 python -m benchmarks.levers [--rounds N] [--lever NAME ...] [LENGTH ...]
 
-Each setting has a process of its own (in one process they disturb each other) with two threads; layers are
-checkpointed. "whole loss" projects all tokens at once: what the default loss, in chunks, is measured against.
+Each setting runs in a separate process (in one process they disturb each other) with two threads; layers are
+checkpointed. "whole loss" projects all tokens at once; the default loss, in chunks, is compared with it.
 Head chunks are measured against tiles alone, both with attention by documents, which chunks need. With
-`--lever` these alone are measured, into a file of their own.
+`--lever` these alone are measured, into a separate file.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def figures(plan: Plan) -> dict[str, str]:
     device, cluster = plan.cluster.device, plan.cluster
     return {
         "device": f"{plan.needed / GIB:.1f} of {device.memory / GIB:.1f} GiB,"
-        f" most in {plan.peak.place.describe()}",
+        f" most in {plan.peak.location.describe()}",
         "host": f"{plan.host_node / GIB:,.0f} of {cluster.host_memory / GIB:,.0f} GiB of a node",
         "sent": f"{sent / GIB:,.1f} GiB by a GPU in a step",
         "step": f"{plan.time.total:,.0f} s, {plan.tokens_per_second:,.0f} tokens/s a GPU,"
@@ -380,7 +380,7 @@ def main() -> None:
     problems: list[str | None] = []
     if not args.table:
         chosen = [e for e in ENTRIES if all(word in e.name for word in args.words)]
-        with ThreadPoolExecutor(2) as pool:  # each plan runs in processes of its own
+        with ThreadPoolExecutor(2) as pool:  # each plan runs in separate processes
             problems = list(pool.map(lambda entry: _handle(entry, args.check), chosen))
     if not args.check and all(entry.path.exists() for entry in ENTRIES):
         write_table()

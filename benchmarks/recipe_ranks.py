@@ -30,7 +30,7 @@ PATIENCE = timedelta(seconds=300)
 
 
 class StepPeak:
-    """A "profiler" of the recipe that counts the bytes that come to life in its steps.
+    """A "profiler" of the recipe that counts the bytes that are allocated in its steps.
 
     The recipe enters it after the parameters have been read, so parameters do not count; gathered
     copies, activations, gradients and optimizer state do. What offloading has moved to the host does not.
@@ -62,7 +62,7 @@ def _load_recipe() -> Any:
     return module
 
 
-#: Loaded with this module, so that a process forked from one that has it starts at once.
+#: Loaded with this module, so that a process forked from one that has it starts immediately.
 RECIPE = _load_recipe()
 
 

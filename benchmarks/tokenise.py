@@ -5,7 +5,7 @@ python -m benchmarks.tokenise --rows 1000000 --rounds 1
 
 `--before` is the commit to compare with. Short rows made of the standard
 library's sources, with a BPE tokenizer trained on them: text, conversations with a chat template, and
-proteins, each packed. Every start is a process of its own; the two checkouts take turns. Seconds are
+proteins, each packed. Every start runs in a separate process; the two checkouts take turns. Seconds are
 those from the call of the factory to the last pack's place, without imports; `cpu` counts all processes.
 """
 
@@ -114,7 +114,7 @@ def _cpu_seconds() -> float:
 
 
 def _start(checkout: Path, case: str, folder: Path) -> dict[str, float]:
-    """A start in a process of its own that imports the package from a checkout, with an empty cache."""
+    """A start in a separate process that imports the package from a checkout, with an empty cache."""
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         environment = {
             **os.environ,

@@ -102,7 +102,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     def validate(step: int) -> float | None:
         """Mean token loss over the whole validation set: every sample once, on every mesh.
 
-        None without a validation set, and when a signal cut it short: a resumed run then repeats it.
+        None without a validation set, and when a signal interrupted it: a resumed run then repeats it.
         """
         if val_loader is None:
             return None
@@ -113,10 +113,10 @@ def main(cfg: FullFinetuneConfig) -> None:
         return evaluation.loss
 
     # --- the loop -----------------------------------------------------------------------------
-    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
+    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 request a save and an exit
 
     def leave(signal_name: str) -> NoReturn:
-        """End the run early, on all ranks together."""
+        """End the run early on all ranks."""
         checkpoints.close()
         report.close()
         raise RunStopped(signal_name, checkpoints.newest)
@@ -159,7 +159,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                 )
                 profiler.step()
                 val_loss = validate(progress.step) if progress.validation_due else None
-                checkpoints.check()  # the error of a save in the background comes out here
+                checkpoints.check()  # raises the error of an asynchronous save
                 asked = stop.agreed()
                 if progress.save_due or asked:
                     record = run | progress.record() | {"nonfinite_steps": nonfinite.count}

@@ -77,7 +77,7 @@ def whole_file(final: Path, *, mode: int = 0o666, synced: bool = True) -> Iterat
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, synced: bool = True) -> None:
-    """Write a file at once, as `whole_file` does.
+    """Write a file in one step, as `whole_file` does.
 
     Args:
         path: The file; an earlier one is replaced.

@@ -379,7 +379,7 @@ def _rank(
 
 
 def _gloo_lacks_it(error: str) -> bool:
-    # Not every error that names gloo: a rank whose peer failed says that gloo timed out.
+    # Not every error that names gloo: a rank whose peer failed reports a gloo timeout.
     lowered = error.lower()
     lacking = ("not support", "unsupported", "not implemented", "no backend", "invalid tensor")
     return "gloo" in lowered and any(words in lowered for words in lacking)

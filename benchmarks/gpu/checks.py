@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(argv)
-    # A rehearsal's figures are nobody's: they go where git does not look.
+    # Figures of a dry run are not kept: they are written to a path that git ignores.
     default = "benchmarks/results/gpu" if args.device == "cuda" else "build/gpu_rehearsal"
     setting = Setting(args.device, Path(os.environ.get("OUT") or CHECKOUT / default))
     setting.result_file(args.part).unlink(missing_ok=True)

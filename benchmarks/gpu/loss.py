@@ -70,7 +70,7 @@ def check_accuracy(
 
     hidden, weight, labels = make_inputs(sizes, DTYPES[dtype_name], device)
     loss = LinearCrossEntropyLoss()(hidden[None], weight, labels[None])
-    # A scale of its own: backward has to hand on what comes in.
+    # A scale of its own: backward must pass on the incoming gradient.
     (loss * 0.5).backward()
     assert hidden.grad is not None
     assert weight.grad is not None

@@ -40,7 +40,7 @@ class Peak:
     """Filled when the block of `peak_memory` ends.
 
     Attributes:
-        bytes: The most memory in use at once, without what was there before (tensors that the block
+        bytes: The most memory in use at the same time, without what was there before (tensors that the block
             freed count as if they had stayed).
     """
 

@@ -33,7 +33,7 @@ LIMIT_S = 100
 
 #: Options of the recipe, each held against the same run without it on the same device: those that
 #: change where or when something is computed but not what, within fp32's tolerance; float8 rounds, to
-#: 2 digits, and is held to what it is held to on a CPU.
+#: 2 digits, and has the same tolerance as on a CPU.
 OPTIONS: dict[str, tuple[str, list[str]]] = {
     "activation checkpointing": ("fp32", ["enable_activation_checkpointing=true"]),
     "checkpointing by operator": ("fp32", ["ac_mode=selective", "ac_option=op"]),
@@ -49,7 +49,7 @@ FLOAT8_LOSS_TOLERANCE = 1e-2
 def run_recipe(
     device: str, dtype: str, folder: Path, options: list[str] | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the recipe in a process of its own.
+    """Run the recipe in a separate process.
 
     Args:
         device: The config key.

@@ -176,7 +176,7 @@ class Report:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Write the file at once: whatever happens from now on is on record."""
+        """Write the file immediately: whatever happens from now on is on record."""
         self._rows: list[dict[str, Any]] = []
         self._machine = machine(self.setting.device)
         self._start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, from all ranks at once: complete, or not there.
+"""Writes a model as a Hugging Face folder, from all ranks together: complete, or absent.
 
 Tensors are dealt in order to files of limited size, files to ranks. Every rank takes part in the
 gathering of every tensor, but only the owner of its file keeps it, and only until some

@@ -1,4 +1,4 @@
-"""Puts a finished model folder in the place of an earlier one; what no run writes stays where it is.
+"""Replaces an earlier model folder by a finished one; files that no run writes are kept.
 
 A user may have added files to the folder of a saved model. Only the files of the earlier model are
 replaced, and the folder is complete under its name at every moment but the one between two renames.
@@ -110,7 +110,7 @@ def _return_others(replaced: Path, final: Path) -> None:
         elif not os.path.lexists(final / path.name):
             path.rename(final / path.name)
         elif is_file:
-            path.unlink()  # a file of a tokenizer of the user's own: the new model has one, too
+            path.unlink()  # a file of a tokenizer of the user: the new model has one, too
     if not any(replaced.iterdir()):
         replaced.rmdir()
         return

@@ -36,7 +36,7 @@ class ResumePoint:
     Attributes:
         path: The checkpoint, verified; or a Hugging Face folder.
         manifest: Content of `checkpoint.json`; None for a Hugging Face folder.
-        is_own: Whether it is a checkpoint in the run's own folder: the run goes on with itself.
+        is_own: Whether it is a checkpoint in the run's own folder: the run continues itself.
     """
 
     path: Path

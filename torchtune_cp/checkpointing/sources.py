@@ -208,7 +208,7 @@ class HFFolderSource:
         is_ignored: Callable[[str], bool] = lambda name: False,
         is_read: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Compare the files with the model; report every difference at once.
+        """Compare the files with the model; report all differences together.
 
         Ignored, with a line in the log, are `rotary_emb.inv_freq` (computed here, stored by old files)
         and, where the model ties its output to the embedding, a stored copy of that.
@@ -280,7 +280,7 @@ def _grouped(names: Sequence[str]) -> str:
 class RandomSource:
     """Random weights that depend on the seed and the parameter's name, and on nothing else.
 
-    Every parameter is generated whole on the CPU with a generator of its own and then cut, so every
+    Every parameter is generated whole on the CPU with a separate generator and then cut, so every
     mesh, rank and order of reading starts from the same model. The last one is kept: a parameter
     cut along several dimensions is read in several slices.
     """

@@ -47,7 +47,7 @@ class TrainingCheckpoints:
     """Saves a run's state under `output_dir/checkpoints/step_N`; every rank makes the same calls.
 
     At most one save is in flight: the next one waits for it. A save that failed is never passed over:
-    its error comes out of the next call of any method here, at the latest of `close`.
+    its error is raised by the next call of any method here, at the latest of `close`.
 
     Attributes:
         folder: The folder that contains them.
@@ -240,7 +240,9 @@ class TrainingCheckpoints:
     def _set_others_aside(self, next_one: Path) -> None:
         error: OSError | None = None
         if self._rank_sync.rank == 0 and next_one.exists() and is_misnamed(next_one):
-            self._others.append(next_one)  # renamed while the run went on: it must not be replaced
+            self._others.append(
+                next_one
+            )  # renamed while the run continued: it must not be replaced
         if self._others:  # rank 0 only
             try:
                 set_aside(self.folder, self._others)

@@ -6,7 +6,7 @@ every file synced, and renamed once by rank 0 when all ranks have written. Plann
 among replicas and resharding are torch.distributed.checkpoint's; no file is ever a pickle.
 
 All communication goes through the given `RankSync`,
-so a checkpoint can be written by a background thread with a RankSync of its own while the
+so a checkpoint can be written by a background thread with a separate RankSync while the
 training communicates.
 """
 

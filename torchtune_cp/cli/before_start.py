@@ -62,7 +62,7 @@ def look_over(
 
     Args:
         cfg: The config, interpolations unresolved.
-        config_class: The recipe's config class; None for a recipe of the user's own that has none,
+        config_class: The recipe's config class; None for a recipe of the user that has none,
             of whose config only the components can be checked.
         world_size: The number of processes, None while it is not known.
         text: The config file; its comments may name another recipe.
@@ -106,7 +106,7 @@ def _most_steps(values: Mapping[str, Any]) -> int | None:
 def _look_over_components(cfg: DictConfig) -> Findings:
     try:
         tree = OmegaConf.to_container(cfg, resolve=True)
-    except Exception as error:  # noqa: BLE001  (what a resolver of the user's own raises)
+    except Exception as error:  # noqa: BLE001  (what a resolver of the user raises)
         return Findings([one_line(error)])
     assert isinstance(tree, dict)
     problems = [*schema.naming_problems(from_environment(cfg)), *components_problems(tree)]

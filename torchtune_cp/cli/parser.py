@@ -1,4 +1,4 @@
-"""An argument parser whose mistakes are one clear line."""
+"""An argument parser that reports errors in one line."""
 
 import argparse
 from typing import Any, NoReturn
@@ -18,5 +18,5 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake, with the command that shows what is allowed."""
+        """Raise the error, with the command that shows what is allowed."""
         raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")

@@ -36,10 +36,10 @@ class Recipe:
             sys.path.append(str(self.path.parent))
 
     def config_class(self) -> type[schema.FullFinetuneConfig] | None:
-        """Return the config class of a shipped recipe, or of one of the user's own.
+        """Return the config class of a shipped recipe, or of one of the user.
 
         For the latter it is the `@config.parse(schema=...)` in its source. The source is read, not run: a
-        recipe may import anything. Only for a class of the user's own is it imported, as they are about to
+        recipe may import anything. Only for a class of the user is it imported, as they are about to
         run it, and only where importing it does not start it.
 
         Returns:

@@ -116,7 +116,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
 
 
 def _settings(cfg: DictConfig) -> RunSettings:
-    """Read what the launcher needs; a config of the user's own kind need not have any of it."""
+    """Read what the launcher needs; a config of a custom kind need not have any of it."""
 
     def value(key: str, otherwise: Any) -> Any:
         found = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)

@@ -1,10 +1,10 @@
 """Which components a config may name, and under which key.
 
-A config file comes from strangers as easily as a model does, so naming a callable must not be a way to run
+A config file may be as untrusted as a model, so naming a callable must not be a way to run
 anything. Each key takes a closed list: this project's builders, which a package lists under the key in its
 `COMPONENTS`, and the optimizers and schedules of torch, torchao and transformers. A name is compared with
 that list, never looked up in a module, so it gives access to nothing else. A user widens the list with
-`TUNE_ALLOW_COMPONENTS=pkg1,pkg2`, or by running a recipe of their own, whose folder's modules are then
+`TUNE_ALLOW_COMPONENTS=pkg1,pkg2`, or by running their own recipe, whose folder's modules are then
 allowed, under every key.
 """
 
@@ -183,7 +183,7 @@ _trusted_folders: list[Path] = []
 
 
 def trust_folder(folder: Path) -> None:
-    """Allow the modules directly in `folder`: the one of the user's own recipe."""
+    """Allow the modules directly in `folder`: the one of the user recipe."""
     folder = folder.resolve()
     if folder not in _trusted_folders:
         _trusted_folders.append(folder)

@@ -22,7 +22,7 @@ _RUNS_DOWNLOADED_CODE = ("trust_remote_code",)
 def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Build the object that a component node describes.
 
-    A component of the user's own may have components among its arguments (in mappings and lists, at any
+    A component of the user may have components among its arguments (in mappings and lists, at any
     depth), which are built first; no other takes any.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a run will write, tried before it trains: kind and permission of every path, and whose folder it is.
+"""Checks the output paths of a run before it trains: kind, permission, and the owner of the folder.
 
 `tune run` does this before it starts a process, and the process that writes for all ranks does it again
 when it takes the folder for itself (it may have been started without `tune run`). Nothing that is there
@@ -58,7 +58,7 @@ class RunOutput:
         """Read the keys; None for a config without an `output_dir`: there is nothing to know.
 
         Args:
-            cfg: The config as it was loaded; one of the user's own recipe may have any keys.
+            cfg: The config as it was loaded; one of the user recipe may have any keys.
 
         Raises:
             ConfigError: A path is empty or cannot be a path.
@@ -143,7 +143,7 @@ class RunOutput:
         return folder.is_dir() and any(not name.startswith(".") for name in os.listdir(folder))
 
     def _continues(self) -> bool:
-        """Whether this start goes on with the run in its folder, or with one that never saved."""
+        """Whether this start continues the run in its folder, or one that never saved."""
         if self.resume is True:
             return self._has_checkpoints() or not _is_model(self.folder / FINAL_NAME)
         if not self.resume:

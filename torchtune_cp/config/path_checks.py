@@ -69,7 +69,7 @@ def kind_problem(path: Path, wanted: Kind) -> str | None:
         wanted: What should be there, or be made there.
 
     Returns:
-        One line; None when nothing is in the way. Links are followed.
+        One line; None if nothing prevents writing. Links are followed.
     """
     for place in (path, *path.parents):
         try:

@@ -1,4 +1,4 @@
-"""YAML from anybody: what is wrong with it costs one line that names the place.
+"""Untrusted YAML: an error gives one line that names the position.
 
 The loaders behind it run no code, but a text can make them fail in every way that Python can, recurse
 without end, and make far more of it than it holds. So its events are looked through first.

@@ -1,6 +1,6 @@
 """The typed config of each recipe: every key, its type, its range and its default.
 
-A config is checked as a whole and all problems are reported at once. What a dataclass field cannot
+A config is checked as a whole and all problems are reported together. What a dataclass field cannot
 express (ranges, choices, what the recipe passes to a component) is in the field's metadata.
 """
 

@@ -1,6 +1,6 @@
 """Keeps passwords, tokens and keys out of everything that is written, logged or printed.
 
-A secret is known by where it comes from (`${oc.env:NAME}` in a config), by its place (the value of a
+A secret is known by where it comes from (`${oc.env:NAME}` in a config), by its position (the value of a
 key such as `hf_token`, in a config or among the environment variables), or by its form (the keys of
 well-known services, passwords in URLs).
 """

@@ -172,7 +172,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
 
 
 def _left_to_the_agent(signals: str) -> str:
-    """Take out of torchrun's `--signals-to-handle` those that `SignalRelay` answers."""
+    """Take out of torchrun's `--signals-to-handle` those that `SignalRelay` handles."""
     ours = {number.name for number in STOP_SIGNALS}
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
@@ -254,7 +254,7 @@ def _first_cause(failures: Mapping[int, Any], settings: RunSettings | None = Non
     """Pick the failure that came first, and describe it for the user.
 
     Ranks that only lost their peer, and ranks that the agent ended, come last. Among the others the
-    earliest record wins. A rank that left no record (killed, or a program of the user's own) counts
+    earliest record wins. A rank that left no record (killed, or a program of the user) counts
     after those that did; so does one whose collective timed out, as it waited for another one.
     """
 

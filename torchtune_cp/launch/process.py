@@ -18,7 +18,7 @@ LAUNCHED_VARIABLE = "TUNE_LAUNCHED"
 TRACEBACK_VARIABLE = "TUNE_TRACEBACK"
 
 #: Exit codes of `tune` and of every recipe (with `errors.EXIT_STOPPED`, and 128 + the number of a
-#: signal that ended it at once).
+#: signal that ended it immediately).
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -163,7 +163,7 @@ def timed_out(error: BaseException) -> bool:
         sign in text
         for sign in (
             "Timed out waiting",  # gloo
-            "Application timeout caused pair closure",  # gloo, where another wait was under way
+            "Application timeout caused pair closure",  # gloo, where another wait was in progress
             "Watchdog caught collective operation timeout",  # NCCL
         )
     )

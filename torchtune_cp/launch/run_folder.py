@@ -1,7 +1,7 @@
-"""Notes that `tune run` and the ranks of its node leave for each other while a run is under way.
+"""Notes that `tune run` and the ranks of its node leave for each other during a run.
 
 A signal carries a number and nothing else: neither who sent it nor what for. The rest is said in
-small files in a folder of the run's own, whose path the ranks inherit in an environment variable.
+small files in a folder of the run, whose path the ranks inherit in an environment variable.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunFolder:
         self._write(_ASKED_BY_LAUNCHER, str(int(number)))
 
     def end(self) -> None:
-        """Note that all ranks end at once: from now on any signal means that."""
+        """Note that all ranks end immediately: from now on any signal means that."""
         self._write(_ENDING, "")
 
     def forget_ranks(self) -> None:
@@ -112,7 +112,7 @@ class RunFolder:
         return found or next((signal.Signals(int(text)) for text in texts if text), None)
 
     def is_ending(self) -> bool:
-        """Whether all ranks are to end at once."""
+        """Whether all ranks are to end immediately."""
         return (self.path / _ENDING).exists()
 
     def ready(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""How `tune run` answers a signal: it lets the ranks save and leave, and ends them if they do not."""
+"""How `tune run` handles a signal: the ranks save and exit, and are killed if they do not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SignalRelay:
         grace_s: float,
         end_run: Callable[[signal.Signals], BaseException],
     ) -> None:
-        """Keep what is needed to answer a signal.
+        """Keep what is needed to handle a signal.
 
         Args:
             folder: Where the ranks announce that they can save and leave.
@@ -78,7 +78,7 @@ class SignalRelay:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         if self.ended_by is not None:
-            return  # under way already
+            return  # already in progress
         if self._received_at is None:
             self._received_at = now
             if not any(is_running(pid) for pid in self._folder.ready()):

@@ -2,7 +2,7 @@
 
 Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's `--signal`:
 SIGUSR1; a terminal: SIGINT). The first one is recorded until all ranks are at the same step boundary; the
-second ends the process at once, also while its main thread sits in a collective: Python runs a
+second ends the process immediately, also while its main thread sits in a collective: Python runs a
 signal's handler in the main thread only, but the number of the signal reaches another thread at once
 through `signal.set_wakeup_fd`.
 """
@@ -48,7 +48,7 @@ class StopRequest:
             self._listen()
 
     def agreed(self) -> str | None:
-        """Say whether any rank was asked to leave; all ranks get the same answer.
+        """Return whether any rank was asked to exit, the same result on all ranks.
 
         Every rank must call it at the same point of the step: it is one all-reduce of one number over all
         ranks.

@@ -52,7 +52,7 @@ class TensorBoardLogger:
 
         Args:
             log_dir: Folder, made if needed.
-            organize_logs: Give each run a folder of its own below `log_dir`, so that TensorBoard
+            organize_logs: Give each run a separate folder below `log_dir`, so that TensorBoard
                 shows runs side by side.
             run_notes: Where the run's folder is kept; given by the recipe.
             **other: Keys of other loggers are let pass.

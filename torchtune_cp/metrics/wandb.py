@@ -135,9 +135,7 @@ class WandBLogger:
         init_args = {key: value for key, value in init_args.items() if key in known}
         init_args["group"] = group
         init_args |= {name: mask_secrets(init_args[name]) for name in LABELS if name in init_args}
-        if not isinstance(
-            init_args.get("settings"), wandb.Settings
-        ):  # code of the user's own has that
+        if not isinstance(init_args.get("settings"), wandb.Settings):  # code of the user has that
             for problem in _settings_errors(init_args.get("settings")):
                 raise UserError(f"metric_logger.{problem}")
         folder = init_args.pop("dir", None) or log_dir

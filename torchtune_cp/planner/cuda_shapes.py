@@ -137,7 +137,7 @@ def attention_inside(
 def flash_attention_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes that the flash attention kernels take from torch's allocator while they run.
 
-    As in `mha_bwd` of FlashAttention-2, which torch ships: the gradient of the queries is added up in
+    As in `mha_bwd` of FlashAttention-2, which torch ships: the gradient of the queries is summed in
     float32; with grouped queries the gradients of keys and values first exist for every query head. Both
     are an estimate until measured on a GPU.
 

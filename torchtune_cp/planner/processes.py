@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, a few at a time."""
+"""Runs functions in separate processes, a few at a time."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Moment:
     """The most bytes during one visit of a layer, or of a module outside of the layers.
 
     Attributes:
-        place: Where.
+        location: Where in the step.
         device: Bytes on the device by category.
         host: Bytes on the host then.
     """
@@ -263,7 +263,7 @@ def _linear(few: float, more: float, times: float) -> float:
 def _by_visit(
     rows: np.ndarray, visits: np.ndarray, other: np.ndarray | None, other_visits: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Pair the operators of a place visit by visit, where there are as many visits of it.
+    """Pair the operators of a location visit by visit, if the numbers of visits are equal.
 
     The first micro-batch leaves other gradients (whole ones, with replicas) than the last.
     """

@@ -97,7 +97,7 @@ def _make_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _step_as_on_gpu(optimizer: Optimizer) -> None:
-    """Let an optimizer step through all parameters at once, as it does on a GPU by default.
+    """Let an optimizer update all parameters at once, as it does on a GPU by default.
 
     It then makes intermediates of the size of all parameters together. On a CPU its default is one
     parameter after the other.
@@ -366,7 +366,7 @@ def rank_profile(
     )
     num_layers = number_of_layers(cfg)
     depths = layers_to_trace(num_layers, checkpointing_period(cfg))
-    # A layer with a group of its own is not like the others.
+    # A layer with a separate group is not like the others.
     singled_out = any(name.startswith("layers.") for name in cfg.custom_sharded_layers or [])
     if exact or depths is None or singled_out:
         return whole(play())

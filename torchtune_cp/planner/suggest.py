@@ -73,7 +73,7 @@ class Suggestion:
 
 
 def meshes(cluster: Cluster, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Every way to share a world size between samples, sequences and matrices.
+    """All factorisations of a world size into data, context and tensor parallelism.
 
     Where a sequence fits into a node, the model is also sharded over the node only, the nodes being
     replicas: more memory, and what FSDP gathers stays within the node.
@@ -166,7 +166,7 @@ def ladder(
 ) -> list[tuple[dict[str, Any], FullFinetuneConfig]]:
     """The levers of a mesh, one after the other, each on top of the last.
 
-    What the rest of the config does not go with is left out.
+    Options that are incompatible with the rest of the config are left out.
 
     Args:
         cfg: The run's config.
@@ -223,7 +223,7 @@ class _Climb:
         return self._rungs[self._next] if self._low < self._high else None
 
     def take(self, plan: Plan | None) -> None:
-        """Go on from the plan of the candidate; None where it cannot be planned."""
+        """Continue from the plan of the candidate; None where it cannot be planned."""
         fits = plan is not None and plan.fits
         if fits:
             assert plan is not None

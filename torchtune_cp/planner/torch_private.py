@@ -180,7 +180,7 @@ def offloading_copies(
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
         if reducing and self.offload_to_cpu:
-            # With a hook that reads the gradient at once, torch waits for a copy to ordinary memory.
+            # With a hook that reads the gradient immediately, torch waits for a copy to ordinary memory.
             hooked = bool(getattr(self.sharded_param, "_post_accumulate_grad_hooks", None))
             with torch.no_grad():
                 with on_host(not hooked):

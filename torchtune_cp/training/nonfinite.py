@@ -39,7 +39,7 @@ def step_totals(
     """Add the loss up over ranks and read it together with the norm: one wait for the device.
 
     Args:
-        meshes: Losses add up over `meshes.loss`; `meshes.tp` must agree on what is finite.
+        meshes: Losses are summed over `meshes.loss`; `meshes.tp` must agree on what is finite.
         losses: This rank's sum of token losses for each micro-batch, scalars.
         grad_norm: Of the step's whole gradient, a scalar, already combined over ranks.
         device: Where the process group's collectives run.
@@ -93,7 +93,7 @@ class NonFiniteGuard:
         losses: Sequence[Tensor],
         batches: Sequence[dict[str, Tensor]],
     ) -> bool:
-        """Say whether the optimizer may make the step; every rank must call this and gets one answer.
+        """Return whether the optimizer may make the step; collective, with the same result on every rank.
 
         A refused step costs a collective and a warning on rank 0 (the package's logger writes there
         only); a step that is let through costs nothing.

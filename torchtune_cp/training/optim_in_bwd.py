@@ -1,4 +1,4 @@
-"""The optimizer inside backward: each parameter is stepped, and its gradient freed, at once."""
+"""The optimizer inside backward: each parameter is stepped, and its gradient freed, immediately."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class OptimizerInBackward:
     optimizer steps this parameter alone and the gradient is freed. So at most the gradients of one
     FSDP group (of two, with replicas) exist, not those of the whole model.
 
-    The optimizer stays the object it was: its parameter groups (a schedule sets their rates as ever),
+    The optimizer stays the object it was: its parameter groups (a schedule sets their rates as usual),
     its state and its state dict are those of a run that steps after backward. `step()` and
     `zero_grad()` after backward find no gradient and do nothing, so a training loop is the same
     with and without. What needs all gradients at once cannot work: clipping, accumulation.

@@ -38,7 +38,7 @@ class OptimizerOnHost(OptimizerInBackward):
 
     As soon as a parameter's gradient is complete (FSDP2 has added it up), it and the parameter are copied
     to host memory and the gradient is freed; a thread steps this parameter there and sends its new value
-    back, while backward goes on. Nothing reads a parameter's shard between its gradient and the next
+    back, while backward runs. Nothing reads a parameter's shard between its gradient and the next
     forward pass, so the new value may come at any time. `optimizer.step()` waits for what is not done.
 
     On the device there is no optimizer state at all (ZeRO-Offload, arXiv 2101.06840, but without its

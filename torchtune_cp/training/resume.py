@@ -1,4 +1,4 @@
-"""What a recipe does about checkpoints besides saving: where it starts, and how it continues."""
+"""Checkpoint handling of a recipe besides saving: where a run starts, and how it continues."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
 
 
 def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
-    """Make room where an earlier start has reported that this one does not go on with.
+    """Move away the reports of an earlier start that this one does not continue.
 
     Either `overwrite` lets its lines go, or it never came to a checkpoint (others are refused before
     the ranks start): then they are kept in another file. Called on rank 0.

@@ -117,7 +117,7 @@ def build_model(
             rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
             the place of the checkpointer's.
         kind: The models that the recipe trains.
-        num_layers: Keep only so many layers of a decoder: what a plan looks at.
+        num_layers: Keep only this number of layers of a decoder, for a plan.
 
     Raises:
         UserError: The config names something that is no such model, or weights of another model,
@@ -245,7 +245,7 @@ def build_optimizer(
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 
     With `optimizer_in_bwd` it steps in backward, with `optimizer_on_host` on the host during backward; it and
-    its schedule are used as ever.
+    its schedule are used as usual.
 
     Args:
         cfg: The run's config.

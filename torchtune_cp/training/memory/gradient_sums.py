@@ -11,7 +11,7 @@ from torch import Tensor
 class GradientSums:
     """Adds up the tiles' parameter gradients, in float32 for any precision of a tile's.
 
-    Hundreds of tiles added up in bfloat16 would lose what one large product, which adds up in float32
+    Hundreds of tiles summed in bfloat16 would lose what one large product, which adds up in float32
     inside, does not.
     """
 

@@ -118,11 +118,11 @@ class _Saved:
 class ActivationOffload:
     """Saved-tensor hooks around layers that keep what backward needs in host memory.
 
-    Copies run on a stream of their own, so that they overlap with computation: those of a layer's
+    Copies run on a separate stream, so that they overlap with computation: those of a layer's
     activations with the next layer's forward pass (whose end waits for them, and only then is the
     device memory given back), those back to the device with the backward pass of the layer behind.
     Tensors that exist anyway stay: parameters, their views, and what several layers share. So does
-    all of the last layer, whose backward comes at once.
+    all of the last layer, whose backward comes immediately.
 
     On the CPU the same code runs with the streams and events of `torch.cpu`, which do nothing, and
     copies into separate tensors.

@@ -141,7 +141,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Hands on an output that was computed without autograd, and its gradient to what it came from."""
+    """Passes on an output that was computed without autograd, and its gradient to what it came from."""
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, output: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ def apply_tiled_mlp(model: LanguageModel, tile_tokens: int) -> None:
     """Compute the second half of every layer (norm, MLP, residual) in tiles along the sequence.
 
     Backward computes each tile again before it takes its gradients; nothing but the half's input is kept
-    for it. Parameter gradients are added up over the tiles in float32, and each parameter passes on one
-    gradient, so FSDP reduces once as ever. Call it after tensor parallelism and before activation
+    for it. Parameter gradients are summed over the tiles in float32, and each parameter passes on one
+    gradient, so FSDP reduces once as usual. Call it after tensor parallelism and before activation
     checkpointing.
 
     Args:
