@@ -1,4 +1,4 @@
-"""Train a protein language model on masked residues, every protein cut over several ranks.
+"""Train a protein language model on masked residues, with every protein split over several ranks.
 
     tune run --nproc_per_node 2 esm2_mlm_distributed --config tiny/esm2_cpu context_parallel_dim=2
 

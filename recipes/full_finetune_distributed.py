@@ -1,4 +1,4 @@
-"""Fine-tune all weights of a causal language model, every sequence cut over several ranks.
+"""Fine-tune all weights of a causal language model, with every sequence split over several ranks.
 
     tune run --nproc_per_node 2 full_finetune_distributed --config tiny/llama_cpu context_parallel_dim=2
 

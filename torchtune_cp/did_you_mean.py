@@ -1,4 +1,4 @@
-"""The nearest valid name to a misspelt one, said the same way everywhere."""
+"""Suggests the nearest valid name for a misspelt one."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name when they are complete, and go away in one step.
+"""Files and folders that appear under their name only when complete, and disappear in one step.
 
 Everything that others may read is written under a hidden name next to its final one and renamed when
 it is complete; so what has a final name is always complete, even after a crash of the process or the

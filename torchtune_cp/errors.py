@@ -1,4 +1,4 @@
-"""The exceptions that mean "the user can mend this" or "a signal ended the run": one line each."""
+"""The exceptions for user errors and for runs ended by a signal, each reported in one line."""
 
 import os
 import signal

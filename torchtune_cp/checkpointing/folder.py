@@ -1,4 +1,4 @@
-"""Looks at a Hugging Face model folder without loading it: which tensors, and is it whole?
+"""Inspects a Hugging Face model folder without loading it: its tensors, and whether it is complete.
 
 Only headers are read and nothing here imports torch, so that the command line can refuse a broken
 download before any process is started.

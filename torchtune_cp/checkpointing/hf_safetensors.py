@@ -1,9 +1,8 @@
 """Writes a model as a Hugging Face folder, from all ranks together: complete, or absent.
 
-Tensors are dealt in order to files of limited size, files to ranks. Every rank takes part in the
-gathering of every tensor, but only the owner of its file keeps it, and only until some
-`buffer_bytes` have come together; then all owners write, each to its own file. So no rank ever
-holds more than that part of the model.
+Tensors are assigned in order to files of limited size, and files to ranks. Every rank takes part in
+gathering every tensor, but only the owner of its file keeps it, until about `buffer_bytes` are buffered;
+then all owners write, each to its own file. So no rank ever holds more than that part of the model.
 
 All files are written to a hidden folder next to the final one, which is renamed once everything is on the
 disk.

@@ -1,7 +1,7 @@
 """Replaces an earlier model folder by a finished one; files that no run writes are kept.
 
 A user may have added files to the folder of a saved model. Only the files of the earlier model are
-replaced, and the folder is complete under its name at every moment but the one between two renames.
+replaced, and the folder is complete under its name except in the moment between two renames.
 """
 
 import errno

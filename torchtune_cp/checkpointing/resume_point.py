@@ -1,4 +1,4 @@
-"""Where a run continues: the newest checkpoint that is whole, or the weights of a folder."""
+"""Where a run continues: the newest intact checkpoint, or the weights of a folder."""
 
 from __future__ import annotations
 

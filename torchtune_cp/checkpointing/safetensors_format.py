@@ -1,4 +1,4 @@
-"""Writing safetensors files a tensor at a time: the library's own writer wants a whole file in memory."""
+"""Writes safetensors files one tensor at a time: the library's writer needs a whole file in memory."""
 
 import json
 import struct

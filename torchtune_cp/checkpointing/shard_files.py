@@ -1,12 +1,12 @@
 """Tensor shards in safetensors files, for torch.distributed.checkpoint's planners.
 
 Each rank writes one file. Which rank writes which replica, and which slices a rank needs on another
-mesh, is decided by torch's planners; here are only the bytes. torch's own
+mesh, is decided by torch's planners; this module only reads and writes the bytes. torch's own
 `HuggingFaceStorageWriter` builds a rank's whole file in memory, twice, before it writes the first
-byte, and its reader takes every `*.safetensors` of the folder and casts to any requested type
-for; so this writer streams, and this reader opens only the files that the checkpoint's table of shards
-names (`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
-they write it (`DCP_SHARDING_INFO`), so torch's tools read these files too.
+byte, and its reader takes every `*.safetensors` of the folder and casts to the requested type; so this writer
+streams, and this reader opens only the files that the checkpoint's table of shards names
+(`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as they write it
+(`DCP_SHARDING_INFO`), so torch's tools read these files too.
 """
 
 import dataclasses

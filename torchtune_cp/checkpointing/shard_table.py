@@ -1,7 +1,7 @@
-"""The table of a checkpoint's shards: which part of which tensor is in which file.
+"""The shard table of a checkpoint: which part of which tensor is in which file.
 
-It is part of `checkpoint.json`, so its checksum covers it and no other file must be opened to
-know what a checkpoint holds.
+It is part of `checkpoint.json`, so its checksum covers it and no other file must be opened to determine its
+contents.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Where a model's first weights come from: a Hugging Face folder, or seeded random numbers.
+"""Sources of a model's initial weights: a Hugging Face folder, or seeded random numbers.
 
 A source returns slices, so that every rank reads only what it keeps.
 """

@@ -1,4 +1,4 @@
-"""Keeps checkpoints of an earlier run in the same folder from passing for those of this one.
+"""Separates checkpoints of an earlier run in the same folder from those of this one.
 
 A new run in a used `output_dir` counts from step 0, and the newest folder there is not its own.
 Nothing of an earlier run is ever deleted: its checkpoints stay where they are until this run saves

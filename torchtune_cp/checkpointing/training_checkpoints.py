@@ -1,7 +1,7 @@
 """A run's checkpoints: saved asynchronously or synchronously, pruned, and found again.
 
 One code path writes them. With `asynchronous` the shards are first copied to host buffers, which
-are kept from save to save, and a thread then does what the training would otherwise wait for.
+are kept from save to save, and a thread then writes them while training continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run is made of at a step boundary, taken apart into tensors and plain JSON, and put back."""
+"""The state of a run at a step boundary, split into tensors and plain JSON, and restored from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training checkpoints on the disk: complete under their name, or not there.
+"""Training checkpoints on the disk: complete under their name, or absent.
 
 A checkpoint is `PARENT/step_N`: safetensors files with the shards of all ranks, and
 `checkpoint.json` (`torchtune_cp.checkpointing.manifest`). It is written as a hidden folder,

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong with a run before a process of it is started.
+"""All checks of a run that are possible before a process is started.
 
 Keys, types, combinations and the components' signatures first; then each component that is cheap to
 build is built with placeholders for what the run passes to it, because only the component knows what else it

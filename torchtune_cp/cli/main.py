@@ -1,6 +1,6 @@
-"""`tune`: find the subcommand, run it, and turn mistakes into one line and an exit code.
+"""`tune`: find the subcommand, run it, and turn user errors into one line and an exit code.
 
-Exit codes: 0 when the command did what was asked, 2 for a command or config that is refused before
+Exit codes: 0 for success, 2 for a command or config that is refused before
 anything runs, 1 for a run (or download) that failed.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of argument values that a component brings along: they run before anything is built.
+"""Checks of argument values that a component provides, run before anything is built.
 
 A signature gives names and types. Everything else a component refuses only when it is called, in a
 rank that has been started; a check finds the same problems from the plain arguments alone.

@@ -1,4 +1,4 @@
-"""Do a component's arguments fit the types that its signature declares?
+"""Checks a component's arguments against the types that its signature declares.
 
 A config holds null, booleans, numbers, strings, lists and mappings. An argument without a type is
 judged by its default, and one whose type cannot be compared with these fits.

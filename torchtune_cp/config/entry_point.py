@@ -1,8 +1,8 @@
-"""`parse`: what makes a recipe's main function a program.
+"""`parse`: turns a recipe's main function into a program.
 
 It reads `--config FILE_OR_NAME key=value ...` from the command line, passes the config to the recipe, and
-makes sure that a failing rank exits immediately, prints one line and, under `tune run`, notifies the
-launcher the cause.
+makes sure that a failing rank exits immediately, prints one line and, under `tune run`, reports the cause
+to the launcher.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""From a dotted path in a config to the class or function that it names, if a config may name it."""
+"""From a dotted path in a config to the class or function that it names, if that is allowed."""
 
 import importlib
 import inspect

@@ -1,11 +1,11 @@
-"""One run, one folder: a lock in `output_dir` that dies with the process that holds it.
+"""One run, one folder: a lock in `output_dir` that ends with the process that holds it.
 
 The process that writes for all ranks (rank 0) holds it. The kernel's lock on the file ends with that
-process, however it ends, on NFS too; but some file systems have no such locks, or none that reach another
+process in any case, on NFS too; but some file systems have no such locks, or none that reach another
 node, and between two starts of torch's elastic agent no rank exists to hold one. So the file also records
-who holds it, and its time is renewed every few seconds. A process of this host is looked for by its id and
-start time. One of another host cannot be: as long as its file is renewed it lives, and after some time
-without that it counts as ended.
+who holds it, and its time is renewed every few seconds. A process of this host is identified by its id and
+start time. One of another host cannot be: it counts as running as long as its file is renewed, and after some
+time without that it counts as ended.
 """
 
 from __future__ import annotations

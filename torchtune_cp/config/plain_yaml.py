@@ -1,7 +1,7 @@
 """Untrusted YAML: an error gives one line that names the position.
 
-The loaders behind it run no code, but a text can make them fail in every way that Python can, recurse
-without end, and make far more of it than it holds. So its events are looked through first.
+The loaders used here execute no code, but a text can make them raise any exception, recurse without end, or
+expand to far more than its size. So its events are checked first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtune's public component names and their equivalents here.
 
-One explicit table: a name in it resolves to this project's equivalent, every other `torchtune.`
-name is refused with what to use instead. torchtune itself is never imported.
+One explicit table: a name in it resolves to this project's equivalent, every other `torchtune.` name is
+refused, naming the alternative. torchtune itself is never imported.
 """
 
 import re

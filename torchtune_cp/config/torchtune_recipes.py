@@ -1,4 +1,4 @@
-"""Is a config for one of torchtune's recipes that are not here?
+"""Detects configs of torchtune recipes that this project does not have.
 
 Such a config is reported as such, instead of as a list of unknown keys.
 """

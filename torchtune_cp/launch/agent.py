@@ -1,4 +1,4 @@
-"""Torch's elastic agent, with places to look in: its regular check, before a restart, around a stop."""
+"""Torch's elastic agent with hooks: at its regular check, before a restart, and around a stop."""
 
 from __future__ import annotations
 

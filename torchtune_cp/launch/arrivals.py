@@ -1,4 +1,4 @@
-"""Which nodes have come to a start of the ranks: noted in a store, settled by node 0."""
+"""Which nodes have joined a start of the ranks: recorded in a store, decided by node 0."""
 
 from __future__ import annotations
 

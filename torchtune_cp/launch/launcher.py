@@ -1,8 +1,8 @@
-"""Start a program on every process of this node through torch's elastic agent, and end it well.
+"""Start a program on every process of this node through torch's elastic agent, and end it cleanly.
 
 The agent starts the processes, ends (or restarts) all of them when one fails, and collects what each
-recorded. Here its noise is kept down, the first cause is picked out, and signals go to the ranks as a
-request to save and leave.
+recorded. This module reduces its output, selects the first cause, and passes signals to the ranks as a
+request to save and exit.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The interface that no other machine reaches: where the processes of one node listen for each other."""
+"""The loopback interface, on which the processes of a single node listen for each other."""
 
 from __future__ import annotations
 

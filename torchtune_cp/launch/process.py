@@ -1,4 +1,4 @@
-"""The process of a rank: how it ends, and what it leaves for the launcher that started it."""
+"""The process of a rank: how it ends, and what it records for the launcher."""
 
 import ctypes
 import json

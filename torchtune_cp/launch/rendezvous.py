@@ -1,7 +1,7 @@
 """How the launchers of a run's nodes find each other, and the address of their ranks' store.
 
-Registered with torch's elastic agent as backends of this project. Against torch's they listen on the
-loopback interface where no other node is to join, make the ranks a new store for each start, wait where
+Registered with torch's elastic agent as backends of this project. Unlike torch's they listen on the
+loopback interface where no other node is to join, create a new store for the ranks at each start, wait where
 signals are handled, and report in one line what they waited for. Only `c10d` (a varying number of nodes)
 keeps pickled state in its store.
 """

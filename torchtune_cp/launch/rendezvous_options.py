@@ -1,8 +1,8 @@
-"""What torchrun's rendezvous options ask for: read whole or refused, before anything is started.
+"""Checks and completes torchrun's rendezvous options before anything is started.
 
-A single node needs no rendezvous: its store listens on the loopback interface. A fixed number of nodes meets
-at node 0's store, without pickled state (`static`); `c10d` is for nodes that come and go, and for who names
-it.
+A single node needs no rendezvous: its store listens on the loopback interface. A fixed number of nodes uses
+a store on node 0, without pickled state (`static`); `c10d` is used for a varying number of nodes, or on
+request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Notes that `tune run` and the ranks of its node leave for each other during a run.
+"""Files through which `tune run` and the ranks of its node communicate during a run.
 
-A signal carries a number and nothing else: neither who sent it nor what for. The rest is said in
-small files in a folder of the run, whose path the ranks inherit in an environment variable.
+A signal carries only a number, without sender or reason. The rest is in small files in a folder of the run,
+whose path the ranks inherit in an environment variable.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Turns signals into a request to save and leave, on which all ranks agree at a step boundary.
+"""Turns signals into a request to save and exit, on which all ranks agree at a step boundary.
 
 Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's `--signal`:
 SIGUSR1; a terminal: SIGINT). The first one is recorded until all ranks are at the same step boundary; the
-second ends the process immediately, also while its main thread sits in a collective: Python runs a
-signal's handler in the main thread only, but the number of the signal reaches another thread at once
+second ends the process immediately, even while its main thread is blocked in a collective: Python runs a
+signal's handler in the main thread only, but the number of the signal reaches another thread immediately
 through `signal.set_wakeup_fd`.
 """
 

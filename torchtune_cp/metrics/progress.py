@@ -1,4 +1,4 @@
-"""Shows on rank 0 how far the run is: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Everything a run reports, behind one object: metrics file, configured logger, progress display."""
+"""All reports of a run through one object: metrics file, configured logger, progress display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masked language models: every token sees every token, and masked ones are predicted."""
+"""Masked language models: every token attends to every token, and masked ones are predicted."""
 
 from typing import Any
 

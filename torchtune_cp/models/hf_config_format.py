@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face folder to and from `DecoderConfig`.
 
-What transformers reads there and this project does not build is refused by the key's name: a model
-that is quietly another one trains without an error and comes out wrong.
+Settings that transformers supports and this project does not are refused by the key's name: otherwise a
+different model would be trained without an error.
 """
 
 from collections.abc import Mapping

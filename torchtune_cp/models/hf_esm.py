@@ -1,4 +1,4 @@
-"""The ESM family in Hugging Face's format: `config.json`, and tensors that the model here lacks."""
+"""The ESM family in Hugging Face's format: `config.json`, and tensors that are not parameters here."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

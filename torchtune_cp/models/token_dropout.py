@@ -1,4 +1,4 @@
-"""Token dropout of the ESM models: mask tokens embed as 0, and the other embeddings make up for it.
+"""Token dropout of the ESM models: mask tokens embed as 0, and the other embeddings are scaled to compensate.
 
 In training 15 % of a protein's tokens are chosen and 80 % of these become mask tokens, so 12 % of the
 embeddings are 0. The others are scaled by (1 - 0.12) / (1 - r), r the share of mask tokens in the

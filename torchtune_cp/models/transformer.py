@@ -1,4 +1,4 @@
-"""The decoder that every family here is built from."""
+"""The decoder used by all families."""
 
 from collections.abc import Callable
 from dataclasses import replace

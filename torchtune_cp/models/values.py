@@ -1,4 +1,4 @@
-"""Limits of what describes a model: sizes from a config's arguments, values of a `config.json`."""
+"""Limits of the values that describe a model: sizes from a config's arguments, values of a `config.json`."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""Makes a step on CPU tensors without memory allocate what it would on a GPU.
+"""Makes a step on fake CPU tensors allocate the same memory as on a GPU.
 
 Without a GPU there are no fake tensors on one (autograd wants its driver), so the step runs on fake CPU
-tensors, and the few operators that are other ones on a GPU are replaced by those.
+tensors, and the few operators that differ on a GPU are replaced by those of a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What devices and their links can do, from their maker's publications.
+"""Performance and memory of devices and their links, from the manufacturers' data sheets.
 
 Sources of the figures:
 

@@ -1,11 +1,11 @@
-"""From a step's operations and bytes to its time.
+"""Estimates a step's time from its operations and bytes.
 
 The model is a roofline: products take their operations at a fraction of the device's peak, everything else
 the time of reading and writing memory. Collectives take their bytes over the slowest link that they cross.
 What FSDP sends and what moves to the host overlaps with the computation; so does the first half of a ring
-step's exchange of keys and values, which is why half of context parallelism's traffic is counted as waited
-for. Tensor parallelism and Ulysses wait for all of their traffic. An optimizer on the host takes the time of
-reading and writing the node's memory, after backward or during it. It is a model for ranking meshes, not a
+step's exchange of keys and values, which is why half of context parallelism's traffic is counted as
+exposed. Tensor parallelism and Ulysses wait for all of their traffic. An optimizer on the host takes the time
+of reading and writing the node's memory, after backward or during it. It is a model for ranking meshes, not a
 measurement.
 """
 

@@ -1,8 +1,8 @@
-"""Lets a plan look inside attention over documents, which is one operator to everybody else.
+"""Makes the parts of attention over documents, which is a single operator otherwise, visible to a plan.
 
 The methods `allgather` and `ulysses`, and packed documents and windows in a ring, run as operators of
-this project's own. To a fake mode such an operator is its results' shapes; here what it does is run, so
-that its buffers, its kernels and what it sends are seen.
+this project's own. A fake mode sees only the result shapes of such an operator; here its implementation is
+executed, so that its buffers, kernels and communication are recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A picture of a rank's memory over the step."""
+"""Plots a rank's memory over the step."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Layers are equal, so every operator's live bytes are an affine function of the number of layers, and so is
 every sum. Two traces that differ by one layer (by one period, where only every N-th layer is checkpointed)
-give that function. It is taken operator by operator, because the peak is a maximum: the operator at which it
-lies may be another one in the whole model. The first and last layers of the traces represent the first
+give that function. It is taken operator by operator, because the peak is a maximum: it may be at another
+operator in the whole model. The first and last layers of the traces represent the first
 and last layers of the model; the layers between grow evenly from one to the next.
 """
 

@@ -1,4 +1,4 @@
-"""A plan as a table for people and as plain values for programs."""
+"""A plan as a table and as JSON."""
 
 from __future__ import annotations
 

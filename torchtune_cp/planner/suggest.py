@@ -1,4 +1,4 @@
-"""Meshes, attention methods and memory levers of a world size, those that fit ranked by estimated time."""
+"""Ranks the meshes, attention methods and memory options of a world size that fit by estimated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything the planner uses of torch that torch has not made public.
+"""All private torch functions that the planner uses.
 
 Training does not need any of it: what training needs is in
 `torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was

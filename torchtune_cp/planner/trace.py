@@ -1,4 +1,4 @@
-"""What a simulated step leaves behind: memory, arithmetic and traffic, operator by operator."""
+"""The record of a simulated step: memory, operations and communication, operator by operator."""
 
 from __future__ import annotations
 

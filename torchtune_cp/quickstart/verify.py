@@ -1,4 +1,4 @@
-"""Shows that a run's result is a model that others can load, and the one that was trained."""
+"""Verifies that a run's result loads in transformers and is the trained model."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Cross entropy fused with the output projection, a chunk of tokens at a time.
+"""Cross entropy fused with the output projection, computed in chunks of tokens.
 
 Shape legend: N tokens (batch x sequence of this rank), c tokens of a chunk, d embedding, v vocabulary.
 """

@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number: found before the optimizer uses it, on all ranks."""
+"""Detects a non-finite loss or gradient on all ranks, before the optimizer uses it."""
 
 from __future__ import annotations
 

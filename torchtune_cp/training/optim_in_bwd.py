@@ -1,4 +1,4 @@
-"""The optimizer inside backward: each parameter is stepped, and its gradient freed, immediately."""
+"""The optimizer in backward: each parameter is updated, and its gradient freed, as soon as it is complete."""
 
 from __future__ import annotations
 

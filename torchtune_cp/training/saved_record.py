@@ -1,4 +1,4 @@
-"""Whether a checkpoint's record is one that a recipe writes.
+"""Validates a checkpoint's record.
 
 Its checksum protects against damage, not against forgery.
 """

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each rank holds a range.
+"""Cross entropy over a sharded vocabulary: each rank holds a range of token ids.
 
 Shape legend: c tokens of a chunk, w token ids of this rank's range, d embedding, v vocabulary.
 """

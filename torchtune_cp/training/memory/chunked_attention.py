@@ -3,7 +3,8 @@
 A layer's first half makes queries, keys, values and the output of attention, each as long as the
 sequence, and in backward the gradient of each. Heads are independent up to the output projection: done a
 chunk at a time, all of these but the output are as large as a chunk (UPipe, arXiv 2602.21196, does so for
-Ulysses; here it is for every method). What treats tokens singly, norm and projections, is done in tiles.
+Ulysses; here it is for every method). The operations on single tokens, norm and projections, are computed in
+tiles.
 
 Shape legend: b batch, n tokens of a row on this rank, t = b n, e embedding, h query heads, g KV heads,
 d elements of a head, c query heads of a chunk.

@@ -1,4 +1,4 @@
-"""Parameter gradients that come in parts."""
+"""Accumulates parameter gradients over tiles."""
 
 from __future__ import annotations
 

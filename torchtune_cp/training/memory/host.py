@@ -1,4 +1,4 @@
-"""The one place where training takes host memory for what belongs to the device."""
+"""Allocates all host memory that training uses in place of device memory."""
 
 from __future__ import annotations
 

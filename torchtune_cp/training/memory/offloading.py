@@ -1,4 +1,4 @@
-"""Moves what backward will need to host memory, and brings it back one layer ahead of its use.
+"""Moves the tensors saved for backward to host memory, and back one layer ahead of their use.
 
 torch's `save_on_cpu` cannot be used: under context parallelism attention saves DTensors, which it
 mixes up with tensors, and it copies gathered parameters, a quarter of all saved bytes, for nothing.

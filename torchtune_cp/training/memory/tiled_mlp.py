@@ -1,4 +1,4 @@
-"""The MLP over one stretch of the sequence after another, so that its intermediates stay small.
+"""The MLP in tiles along the sequence, so that its intermediates stay small.
 
 An MLP processes every token independently, so nothing requires computing all tokens at once. At long
 sequences its intermediates (six tensors of the hidden width in backward) are a layer's largest; cut into
