@@ -157,8 +157,7 @@ def save_hf_folder(
 
     Raises:
         UserError: The folder cannot be written (disk full, no permission), on every rank; or
-        `dtype`
-            is not a type of weights.
+            `dtype` is not a type of weights.
     """
     if dtype not in WEIGHT_DTYPES:
         raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")

@@ -64,13 +64,13 @@ def parse(
 def parse(main: Any = None, /, *, schema: Any = None) -> Any:
     """Decorate a recipe's main function.
 
-    The decorated function takes no arguments: it reads `sys.argv`. The undecorated one stays
-    reachable as `main.__wrapped__`.
+    The decorated function takes no arguments: it reads `sys.argv`. The undecorated one is available as
+    `main.__wrapped__`.
 
     Args:
         main: A function of one argument, the config.
         schema: The recipe's config class: the function then gets a checked, typed config. Without
-            it the function gets the raw `DictConfig`, as a user's own recipe may prefer.
+            it the function gets the raw `DictConfig`, for recipes with keys of their own.
 
     Examples:
         ```python

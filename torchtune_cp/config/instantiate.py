@@ -22,16 +22,16 @@ _RUNS_DOWNLOADED_CODE = ("trust_remote_code",)
 def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Build the object that a component node describes.
 
-    A component of the user may have components among its arguments (in mappings and lists, at any
-    depth), which are built first; no other takes any.
+    A component of the user can take components as arguments (in mappings and lists, at any depth), which
+    are built first; other components cannot.
 
     Args:
-        node: `{_component_: dotted.path, argument: value, ...}`; None gives None.
-        *args: Positional arguments put before those of the config (an optimizer's parameters).
-        **kwargs: Keyword arguments that win over those of the config.
+        node: `{_component_: dotted.path, argument: value, ...}`; None returns None.
+        *args: Positional arguments, passed before those of the config (an optimizer's parameters).
+        **kwargs: Keyword arguments, which take precedence over those of the config.
 
     Returns:
-        What calling the component returns.
+        The return value of the component.
 
     Raises:
         ConfigError: The path is not allowed or does not exist, or the arguments do not fit the

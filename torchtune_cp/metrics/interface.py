@@ -73,12 +73,12 @@ def to_number(value: Scalar) -> int | float:
 def unknown_keys(
     arguments: Mapping[str, Any], named: frozenset[str], more: Iterable[str] = ()
 ) -> Iterator[UserError]:
-    """Say which arguments of a logger belong to no logger, see `checked_by`.
+    """Check for arguments that belong to no logger, see `checked_by`.
 
     Args:
-        arguments: What the config gives.
+        arguments: Arguments from the config.
         named: Names in the logger's signature.
-        more: Further names that it takes.
+        more: Further names that it accepts.
     """
     known = {*named, *more} | _KEYS
     for key in arguments:

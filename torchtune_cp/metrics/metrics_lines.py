@@ -81,7 +81,7 @@ def _parsed(number: int, text: bytes) -> MetricsLine:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read a metrics file; lines that cannot be read, as one torn by a crash, are left out.
+    """Read a metrics file; unreadable lines, for example one cut off by a crash, are skipped.
 
     Args:
         path: The file.

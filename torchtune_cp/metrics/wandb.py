@@ -92,11 +92,11 @@ class WandBLogger:
 
     Without network or key set `WANDB_MODE=offline` (or `metric_logger.mode=offline`): the run
     is written to `<log_dir>/wandb/offline-run-*` and can be sent later with `wandb sync`.
-    A run that is already going (`wandb.init` called by the user's own code) is used as it is.
+    A run that is already active (`wandb.init` called by the user's code) is used unchanged.
 
     A resumed training run continues its W&B run, unless `id`, `resume`, `resume_from` or
     `fork_from` (or their environment variables) are set. Steps that were logged before a crash
-    and are made again after it are not logged a second time.
+    and are repeated after it are not logged twice.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class WandBLogger:
 
         Args:
             project: Name of the project.
-            entity: User or team that owns it; default is the account's own.
+            entity: User or team that owns it; default is that of the account.
             group: Groups runs in the web page.
-            log_dir: Folder for the run's files (`dir` means the same); made if needed.
-            run_notes: Where the run's id is kept; given by the recipe.
+            log_dir: Folder for the run's files (`dir` means the same); created if needed.
+            run_notes: Stores the run's id; passed by the recipe.
             **init_args: Any other argument of `wandb.init`: `name`, `tags`, `mode` ...
 
         Raises:

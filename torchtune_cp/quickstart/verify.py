@@ -70,7 +70,7 @@ def verify_result(output_dir: Path) -> str:
 
     Raises:
         UserError: `final/` is not whole, does not load, or gives another loss than the run
-        reported.
+            reported.
     """
     final = output_dir / "final"
     check_folder(final)

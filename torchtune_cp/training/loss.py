@@ -111,19 +111,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 class LinearCrossEntropyLoss:
-    """Sum of the cross entropies of a slice's tokens, without ever holding all of its logits.
+    """Sum of the cross entropies of a slice's tokens, without materialising all of its logits.
 
-    It is the SUM: the training step divides by the number of label tokens of the whole global step,
-    which no rank or micro-batch knows by itself.
+    It is the sum, not the mean: the training step divides by the number of label tokens of the whole global
+    step, which a single rank or micro-batch does not know.
 
     Args:
         num_output_chunks: A slice's tokens are projected in at least this many chunks.
-        ignore_index: The label of tokens that do not count.
-        max_chunk_tokens: No chunk is longer than this many tokens, however long the slice: the logits
-            of a chunk take `max_chunk_tokens x v x 4` bytes.
-        reuse_hidden: In training, put the gradient of the hidden states into their own memory, chunk by
-            chunk: one tensor of the whole slice instead of two. The caller's hidden states are
-            overwritten; nothing else in the models here reads them.
+        ignore_index: The label of tokens without loss.
+        max_chunk_tokens: Maximum number of tokens in a chunk, for any length of the slice: the logits of a
+            chunk take `max_chunk_tokens x v x 4` bytes.
+        reuse_hidden: In training, write the gradient of the hidden states over the hidden states, chunk by
+            chunk: one tensor of the whole slice instead of two. The caller's hidden states are overwritten;
+            the models of this project do not read them afterwards.
 
     Raises:
         UserError: A number of chunks or tokens below 1.
@@ -148,7 +148,7 @@ class LinearCrossEntropyLoss:
         self.reuse_hidden = reuse_hidden
 
     def chunk_tokens(self, num_tokens: int) -> int:
-        """How many tokens are projected at a time when a slice has `num_tokens`."""
+        """Return the chunk size, in tokens, for a slice of `num_tokens`."""
         return max(1, min(-(-num_tokens // self.num_output_chunks), self.max_chunk_tokens))
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
