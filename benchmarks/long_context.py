@@ -2,7 +2,7 @@
 
 python -m benchmarks.long_context             # plan every config: about half an hour on two cores
 python -m benchmarks.long_context 1M 8xH100   # only those whose names contain all of these
-python -m benchmarks.long_context --check     # plan, and compare with what stands in the files
+python -m benchmarks.long_context --check     # plan, and compare with the figures in the files
 python -m benchmarks.long_context --table     # only write docs/measurements/long_context.md from the files
 
 Each file is the base config of its model with a few keys changed (`CHOICES`); its header has the plan's
@@ -84,7 +84,7 @@ H100_32 = Hardware(
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the config of its own that these begin with.
+    """A model and the base config of its long-context configs.
 
     Attributes:
         name: In file names.
@@ -290,7 +290,7 @@ def planned(entry: Entry) -> Plan:
 
 
 def figures(plan: Plan) -> dict[str, str]:
-    """A plan's figures in words, by what they are of."""
+    """A plan's figures as text, by name."""
     sent = sum(count for count, _ in sent_by_mesh(plan).values())
     device, cluster = plan.cluster.device, plan.cluster
     return {
@@ -315,7 +315,7 @@ def header(entry: Entry, found: Mapping[str, str]) -> str:
 
 
 def written_figures(entry: Entry) -> dict[str, str]:
-    """The figures that stand in a config's header."""
+    """The figures in a config's header."""
     text = entry.path.read_text(encoding="utf-8")
     rows = text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     return dict(re.fullmatch(r"#   (\w+) +(.+)", row).groups() for row in rows)  # type: ignore[union-attr, misc]

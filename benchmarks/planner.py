@@ -1,4 +1,4 @@
-"""What `tune plan` predicts beside what really run steps take, into docs/measurements/planner.md.
+"""Compares predictions of `tune plan` with real steps, in docs/measurements/planner.md.
 
 python -m benchmarks.planner            # runs everything, writes results/planner/prediction.json and the page
 python -m benchmarks.planner --render   # writes the page from that file
@@ -200,7 +200,7 @@ def render_savings(path: Path = FILE) -> str:
     rows = json.loads(path.read_text(encoding="utf-8"))["results"]
     peaks = {row["case"]: row for row in rows if row["rank"] == 0}
     lines = [
-        "| lever | peak without | with | saved, measured | saved, predicted |",
+        "| option | peak without | with | saved, measured | saved, predicted |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for lever, (without, with_it) in SAVINGS.items():

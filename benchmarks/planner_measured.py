@@ -182,7 +182,7 @@ def recipe_step(
         made: Called with the model as soon as it has weights.
 
     Returns:
-        Makes an optimizer step on made-up sequences of so many tokens.
+        Makes an optimizer step on synthetic sequences of this number of tokens.
     """
     dims = setup.parallel_dims(cfg)
     meshes = Meshes.build(dims, device.type)

@@ -1,4 +1,4 @@
-"""The combinations that a config may not ask for, as docs/composability.md lists them.
+"""The refused combinations of options, as docs/composability.md lists them.
 
 Each line is made by the rules themselves (`torchtune_cp.config.combinations`) from an example that
 breaks one; a test sees to it that no rule is without an example.

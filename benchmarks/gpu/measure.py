@@ -24,7 +24,7 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
     """The largest relative error of a single row (one head of one position).
 
     A few wrong rows among thousands hardly show in the norm of the whole. A row smaller than the
-    average is held against the average: the first query's gradient, for one, is exactly 0.
+    average is compared with the average: the first query's gradient, for one, is exactly 0.
 
     Args:
         actual: [..., head_dim].

@@ -31,7 +31,7 @@ GRAD_NORM_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 LIMIT_S = 100
 
 
-#: Options of the recipe, each held against the same run without it on the same device: those that
+#: Options of the recipe, each compared with the same run without it on the same device: those that
 #: change where or when something is computed but not what, within fp32's tolerance; float8 rounds, to
 #: 2 digits, and has the same tolerance as on a CPU.
 OPTIONS: dict[str, tuple[str, list[str]]] = {

@@ -73,7 +73,7 @@ class Manifest:
         files: Every other file of the checkpoint.
         tensors: The table of shards, not looked at yet: see
             `torchtune_cp.checkpointing.shard_table.read_stored_tensors`.
-        state: What the writer of the checkpoint put in: plain JSON values.
+        state: The state given by the writer of the checkpoint: plain JSON values.
         checksum: Of the content, in hexadecimal: distinguishes two checkpoints of one step.
     """
 
@@ -107,13 +107,13 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def check_plain(state: Mapping[str, Any]) -> None:
-    """Refuse what JSON would not give back as it was: tuples, tensors, keys that are not strings.
+    """Refuse what JSON does not preserve: tuples, tensors, keys that are not strings.
 
     Args:
         state: The values to store.
 
     Raises:
-        TypeError: Something in it would be lost.
+        TypeError: It contains a value that would be lost.
     """
     if json.loads(json.dumps(state)) != state:
         # NaN is the one plain value that differs from itself.
@@ -176,7 +176,7 @@ def _require_regular(path: Path) -> int:
 
 
 def check_size(folder: Path, file: FileRecord) -> None:
-    """Check that a file of a checkpoint is there, a regular file and as long as it should be.
+    """Check that a file of a checkpoint exists, is a regular file and has the right size.
 
     Args:
         folder: The checkpoint.

@@ -72,7 +72,7 @@ def discard_hidden(final: Path) -> None:
 
 
 def put_in_place(final: Path) -> None:
-    """Give the hidden folder its final name; of an earlier one only what no run writes is kept, in it.
+    """Give the hidden folder its final name; it takes over the user's files from an earlier folder.
 
     Args:
         final: The final place.

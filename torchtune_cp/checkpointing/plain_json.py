@@ -84,7 +84,7 @@ def _same_kind(value: Any, like: Any) -> bool:
 
 
 def from_plain(value: Any) -> Any:
-    """Undo `to_plain`; tensors come back on the CPU.
+    """Undo `to_plain`; tensors are returned on the CPU.
 
     Raises:
         ValueError: What `to_plain` does not write.

@@ -168,7 +168,7 @@ class ShardWriter(StorageWriter):
         """Keep where every shard will be; leave the plans as they are.
 
         Args:
-            plans: By rank, replicas dealt out.
+            plans: By rank, with replicas assigned.
         """
         self.table = shard_table({_file_name(rank): plan.items for rank, plan in enumerate(plans)})
         return plans
@@ -188,7 +188,7 @@ class ShardWriter(StorageWriter):
             items = sorted(plan.items, key=lambda item: -_dtype(item).itemsize)
             try:
                 self.record = self._write_file(items, planner)
-            except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+            except Exception as error:  # noqa: BLE001 - the caller reports it to all ranks
                 self.error = error
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -303,7 +303,7 @@ class ShardReader(StorageReader):
         """
         try:
             self._read(plan, planner)
-        except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+        except Exception as error:  # noqa: BLE001 - the caller reports it to all ranks
             self.error = error
         done: Future[None] = Future()
         done.set_result(None)

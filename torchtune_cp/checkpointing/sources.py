@@ -278,7 +278,7 @@ def _grouped(names: Sequence[str]) -> str:
 
 
 class RandomSource:
-    """Random weights that depend on the seed and the parameter's name, and on nothing else.
+    """Random weights that depend on the seed and the parameter's name, only.
 
     Every parameter is generated whole on the CPU with a separate generator and then cut, so every
     mesh, rank and order of reading starts from the same model. The last one is kept: a parameter

@@ -68,7 +68,7 @@ class TrainingCheckpoints:
         Args:
             output_dir: The run's folder.
             asynchronous: Write in the background, from a copy in host memory.
-            keep_last_n: Delete all but so many of the newest checkpoints, once a new one is complete;
+            keep_last_n: Keep only this number of the newest checkpoints, once a new one is complete;
                 None keeps all.
             keep_best: Also keep the one with the lowest validation loss.
             on_save_error: `raise` ends the run when a save fails, `continue` logs it.

@@ -123,7 +123,7 @@ class TrainingState:
         tensors = dict(self._model_tensors())
         state: dict[str, Any] = {}
         if saved["has_state"]:
-            # Asking a fresh optimizer for its state makes it: one step with rate and gradients of 0.
+            # Reading a new optimizer's state creates it: one step with rate and gradients of 0.
             state = get_optimizer_state_dict(self.model, self.optimizer)
             for name, value in self._optimizer_values(lambda *_: state):
                 if isinstance(value, Tensor):
@@ -196,7 +196,7 @@ def _without_wrappers(name: str, value: Tensor) -> dict[str, Tensor]:
 
     float8 training wraps a weight in a tensor subclass of the same shape and type: the weight itself
     comes back, sharded as before. Optimizers of 8 or 4 bits keep several packed tensors whose layout
-    depends on the shard: they come back as parts that belong to this rank alone.
+    depends on the shard: they are returned as parts of this rank only.
     """
     local = value.to_local() if isinstance(value, DTensor) else value
     if not hasattr(local, "__tensor_flatten__"):

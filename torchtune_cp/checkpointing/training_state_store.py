@@ -162,7 +162,7 @@ def _complete(
     files: list[FileRecord],
     table: Mapping[str, Any],
 ) -> None:
-    """Check that everything is there, describe it and make it visible."""
+    """Check that all files exist, write the manifest and make the checkpoint visible."""
     for file in files:
         try:
             check_size(temporary, file)
@@ -295,7 +295,7 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 
 
 def verify_checkpoint(folder: Path, rank_sync: RankSync | None = None) -> Manifest:
-    """Check that a checkpoint is whole: every file there, as long as written and with its checksum.
+    """Check that a checkpoint is intact: every file exists with its recorded size and checksum.
 
     With a RankSync it is collective: every rank must call it; each reads a part of the files.
 
@@ -399,7 +399,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
         parent: The folder of all checkpoints; it may be missing.
 
     Returns:
-        The hidden folders dealt with.
+        The hidden folders that were handled.
     """
     if not parent.is_dir():
         return []

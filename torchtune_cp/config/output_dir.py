@@ -245,7 +245,7 @@ def hold_output(cfg: DictConfig, launcher: int | None, *, restarted: bool) -> No
 def release_output() -> None:
     """Say that the run which `hold_output` took a folder for is done; without one nothing happens.
 
-    A process that fails need not: its lock goes with it, and its launcher may start it again.
+    A process that fails need not: its lock ends with it, and its launcher may start it again.
     """
     if _held is not None:
         _held.release()

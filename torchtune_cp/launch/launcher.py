@@ -178,7 +178,7 @@ def _left_to_the_agent(signals: str) -> str:
 
 
 def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
-    """Give torch a folder that goes with the run, unless the user asked for files of what ranks print."""
+    """Give torch a temporary folder, unless the user requested files with the output of the ranks."""
     if args.log_dir or args.logs_specs:
         return
     asked = {

@@ -118,7 +118,7 @@ class MetricsFile:
             tokens_per_second: Over all ranks.
             step_time_s: Seconds.
             peak_memory_bytes: See `torchtune_cp.metrics.memory.peak_memory_bytes`.
-            attention_imbalance: Largest over mean attention FLOPs of the ranks; None leaves it out.
+            attention_imbalance: Largest over mean attention FLOPs of the ranks; None omits it.
             nonfinite_steps: Steps left out so far, if this is one of them: the line's `loss` or
                 `grad_norm` is then `null`. Other lines do not have the field.
             extra: Further fields of a recipe's own.

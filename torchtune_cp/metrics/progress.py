@@ -37,7 +37,7 @@ class Progress:
             total_steps: Optimizer steps of the whole run.
             enabled: False on every rank but 0: then nothing is ever printed.
             initial: Steps done before this start.
-            every: Without a terminal, print every so many steps (and the last).
+            every: Without a terminal, print every `every` steps and the last one.
             stream: Where to; default standard error.
             clock: Gives seconds; for tests.
         """

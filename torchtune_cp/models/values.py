@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune_cp.errors import ConfigError
 
-#: The largest sizes that are taken for a model's: far above any, so that a slip of the pen or a damaged
+#: The largest accepted sizes of a model: far above any real one, so that a typing error or a damaged
 #: file is refused at once instead of being built.
 MOST = {
     "vocab_size": 2**26,

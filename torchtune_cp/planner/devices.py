@@ -163,7 +163,7 @@ def device_named(name: str) -> Device:
     """Find a device.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: Unknown device name.
     """
     if name not in DEVICES:
         raise ConfigError(f"--device: {name!r}: allowed are {', '.join(DEVICES)}")

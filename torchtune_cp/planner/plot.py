@@ -23,7 +23,7 @@ _COLOURS = {
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the most bytes of each layer's visits, in their order, by what they are.
+    """Plot the peak bytes of each layer's visits, in their order, by category.
 
     Args:
         plan: The plan.

@@ -39,7 +39,7 @@ def run_apart(
 ) -> list[Any]:
     """Call a function once for each task, each in a fresh process.
 
-    A process that plays a rank leaves behind a process group, caches and replaced functions: nothing of
+    A process that simulates a rank leaves a process group, caches and replaced functions: nothing of
     it is used again.
 
     Args:

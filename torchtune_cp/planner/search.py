@@ -99,7 +99,7 @@ def needs(plan: Plan) -> str:
 
 
 def _where(plans: dict[int, Plan], lengths: list[int]) -> float:
-    """Where the line through two lengths needs all memory; infinite where there is no such line."""
+    """The length at which the line through two lengths reaches the memory limit; infinite if it does not."""
     if len(lengths) < 2:
         return math.inf
     a, b = lengths

@@ -164,7 +164,7 @@ def _divided(
 def ladder(
     cfg: FullFinetuneConfig, mesh: dict[str, Any], world_size: int, sizes: dict[str, int]
 ) -> list[tuple[dict[str, Any], FullFinetuneConfig]]:
-    """The levers of a mesh, one after the other, each on top of the last.
+    """The memory options of a mesh, each added to the previous ones.
 
     Options that are incompatible with the rest of the config are left out.
 
@@ -175,7 +175,7 @@ def ladder(
         sizes: The model's.
 
     Returns:
-        Overrides and the config with them; nothing where the mesh itself does not go with the config.
+        Overrides and the config with them; nothing if the mesh itself is incompatible with the config.
     """
     rungs: list[tuple[dict[str, Any], FullFinetuneConfig]] = []
     overrides = mesh | _taken(cfg, NO_LEVER)

@@ -80,7 +80,7 @@ def unseen_sharding_propagation() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def uncached(mode: FakeTensorMode) -> Generator[None, None, None]:
-    """Let a fake mode remember nothing of the operators inside (2.13.0)."""
+    """Disable a fake mode's cache for the operators inside (2.13.0)."""
     with _replaced(mode, "cache_enabled", False):
         yield
 

@@ -35,7 +35,7 @@ _TOUCH_NOTHING = {
     aten.new_empty,
     aten._unsafe_view,
 }
-#: What takes from its arguments nothing but their shape.
+#: Operators that use only the shape of their arguments.
 _FILL = {aten.new_full, aten.new_zeros, aten.new_ones, aten.zeros_like, aten.full_like}
 #: What copies between two memories; within one it moves bytes as any other operator does.
 _COPIES = (aten.copy_.default, aten.clone.default)

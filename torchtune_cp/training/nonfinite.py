@@ -36,7 +36,7 @@ class StepTotals:
 def step_totals(
     meshes: Meshes, losses: Sequence[Tensor], grad_norm: Tensor, device: torch.device
 ) -> StepTotals:
-    """Add the loss up over ranks and read it together with the norm: one wait for the device.
+    """Sum the loss over ranks and read it together with the norm, with a single device synchronisation.
 
     Args:
         meshes: Losses are summed over `meshes.loss`; `meshes.tp` must agree on what is finite.

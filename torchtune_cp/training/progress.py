@@ -112,7 +112,7 @@ class TrainingProgress:
 
     @property
     def validation_due(self) -> bool:
-        """Whether to validate here: before the first step, after the last, and every so many steps."""
+        """Whether to validate here: before the first step, after the last, and at the configured interval."""
         if self.step in (0, self.total_steps):
             return True
         return self.validate_every is not None and self.step % self.validate_every == 0

@@ -120,7 +120,7 @@ def build_model(
         num_layers: Keep only this number of layers of a decoder, for a plan.
 
     Raises:
-        UserError: The config names something that is no such model, or weights of another model,
+        UserError: The config names something that is not such a model, or weights of another model,
             or sizes do not divide by `tensor_parallel_dim` or `attention_head_chunks`.
     """
     with torch.device("meta"):
@@ -205,7 +205,7 @@ def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
         model: Its numbers of heads decide where the config does not.
 
     Raises:
-        UserError: The heads cannot be given out to so many ranks.
+        UserError: The heads cannot be divided among this number of ranks.
     """
     if cfg.context_parallel_method != "ulysses":
         return None

@@ -41,7 +41,7 @@ class _Projection:
         linear: That of all heads.
         part: Takes the heads' part, of several dimensions, out of dimension 0 of a parameter.
         norm: Of each head.
-        rotated: Whether positions are put in.
+        rotated: Whether rotary positions are applied.
     """
 
     def __init__(
