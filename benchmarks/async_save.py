@@ -22,8 +22,8 @@ RANKS = 2
 def build_saving(seq_len: int, folder: str) -> Callable[[str], Any]:
     """Build a training step with checkpoints.
 
-    The returned function takes ``"step"`` (returns whether a save was in flight throughout), ``"save"``
-    (starts one in the background), ``"wait"`` and ``"save in line"`` (return the checkpoint's bytes).
+    The returned function takes `"step"` (returns whether a save was in flight throughout), `"save"`
+    (starts one in the background), `"wait"` and `"save in line"` (return the checkpoint's bytes).
     """
     from torchtune_cp.checkpointing.training_checkpoints import TrainingCheckpoints
     from torchtune_cp.checkpointing.training_state import TrainingState
@@ -57,7 +57,7 @@ def build_saving(seq_len: int, folder: str) -> Callable[[str], Any]:
 
 
 def measure(seq_len: int, rounds: int) -> dict[str, Any]:
-    """Make ``rounds`` rounds, each of a step without a save, a background save, and one in line."""
+    """Make `rounds` rounds, each of a step without a save, a background save, and one in line."""
     # On a disk: /tmp may be memory. Ignored by git: a benchmark that is killed leaves it behind.
     with tempfile.TemporaryDirectory(prefix=".async_save_", dir=".") as folder:
         contender = Contender("saving", RANKS, 1, build_saving, (seq_len, folder))

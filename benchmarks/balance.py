@@ -4,7 +4,7 @@ python -m benchmarks.balance
 
 Attention work of the busiest rank over the mean of all, at cp 8 on packs of 131,072 tokens: of the standard
 library's files (a token a byte) and of proteins (a token a residue). Beside it the same packs in torch's
-head-tail order of the whole sequence, which is told nothing of documents.
+head-tail order of the whole sequence, which ignores documents.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def imbalances(lengths: Int64, strategy: str) -> Mapping[str, list[float]]:
 
     Args:
         lengths: Of the documents.
-        strategy: See :func:`torchtune_cp.data.packing.pack_documents`.
+        strategy: See `torchtune_cp.data.packing.pack_documents`.
     """
     packs = pack_documents(lengths, PACK_LEN, strategy=strategy)
     found: dict[str, list[float]] = {"by_documents": [], "whole_sequence_head_tail": []}

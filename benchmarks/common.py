@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(name: str, results: Any) -> None:
-    """Write ``results/NAME.json`` with the machine and the command beside the figures."""
+    """Write `results/NAME.json` with the machine and the command beside the figures."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n")
@@ -90,15 +90,15 @@ def _serve(
 
 @dataclass
 class Contender:
-    """A group of processes that stays up and makes one step when told.
+    """A group of processes that stays loaded and makes one step on request.
 
     Attributes:
         name: For the table.
         world: Number of processes.
         threads: Threads of each.
         build: Called on each process; returns the function that makes a step.
-        args: Arguments of ``build``.
-        kwargs: Keyword arguments of ``build``.
+        args: Arguments of `build`.
+        kwargs: Keyword arguments of `build`.
     """
 
     name: str
@@ -175,7 +175,7 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def one_document(seq_len: int) -> dict[str, torch.Tensor]:
-    """A batch of one real text of ``seq_len`` tokens."""
+    """A batch of one real text of `seq_len` tokens."""
     tokens = real_tokens(seq_len)
     labels = torch.cat([tokens[:, 1:], tokens.new_full((1, 1), -100)], dim=1)
     return {"tokens": tokens, "labels": labels, "input_pos": torch.arange(seq_len)[None]}
@@ -192,9 +192,9 @@ def our_training(
     make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
     **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
-    """Build our model over ``cp`` ranks, its AdamW, and a function that runs forward and backward.
+    """Build our model over `cp` ranks, its AdamW, and a function that runs forward and backward.
 
-    ``make_batch`` gives the batch that all steps take, ``options`` are for ``context_parallel``.
+    `make_batch` gives the batch that all steps take, `options` are for `context_parallel`.
     """
     from functools import partial
 
@@ -245,12 +245,12 @@ def our_training(
 
 
 def build_ours(seq_len: int, cp: int, *settings: bool, **options: Any) -> Callable[[str], Any]:
-    """Build a training step (forward, backward, AdamW) of our model over ``cp`` ranks.
+    """Build a training step (forward, backward, AdamW) of our model over `cp` ranks.
 
-    Further arguments are those of :func:`our_training`.
+    Further arguments are those of `our_training`.
 
-    The returned function takes ``"step"`` (returns this process's peak resident bytes) or
-    ``"activations"`` (returns the peak bytes of tensors that came to life during the step).
+    The returned function takes `"step"` (returns this process's peak resident bytes) or
+    `"activations"` (returns the peak bytes of tensors that were allocated during the step).
     """
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.metrics import peak_memory_bytes

@@ -3,9 +3,9 @@
 python -m benchmarks.composability            # all rows: about an hour on two cores
 python -m benchmarks.composability fp8 TP     # only the rows whose name contains a word, the others stay
 python -m benchmarks.composability --missing  # only rows without figures: new ones, a broken-off run's
-python -m benchmarks.composability --render   # only write docs/composability.md from the figures
+python -m benchmarks.composability --render   # only write the tables of the pages
 
-A row is an option (``OPTIONS``); adding one is adding a line there. Each row, and each pair of rows, runs
+A row is an option (`OPTIONS`); adding one is adding a line there. Each row, and each pair of rows, runs
 on two processes (cp 2) and on four, is compared with the plain single process, and is measured.
 """
 
@@ -33,11 +33,13 @@ from benchmarks.tables import CHECKOUT, with_tables
 from torchtune_cp.config import ConfigError, to_typed
 from torchtune_cp.metrics import read_metrics
 
-PAGE = CHECKOUT / "docs" / "composability.md"
-#: Below the results that docs/performance.md shows.
+#: The page with the measured tables, and the page with the list of refused combinations.
+MEASUREMENTS_PAGE = CHECKOUT / "docs" / "measurements" / "composability.md"
+REFUSALS_PAGE = CHECKOUT / "docs" / "composability.md"
+#: In a subfolder, because docs/measurements/performance.md shows every file of the folder itself.
 FIGURES = RESULTS / "composability" / "figures.json"
 
-#: A global batch, whatever the mesh: the same samples in every optimizer step.
+#: A global batch, on every mesh: the same samples in every optimizer step.
 SAMPLES_PER_STEP = 4
 STEPS = 10
 SGD_LR = 1.0
@@ -163,7 +165,7 @@ class Cell:
     """What became of one combination on one mesh.
 
     Attributes:
-        loss, weights, grad_norm: Differences, as in :class:`Tolerance`; no gradient norm where the
+        loss, weights, grad_norm: Differences, as in `Tolerance`; no gradient norm where the
             recipe has none.
         graphs: Compiled graphs of a rank.
         refused: The recipe's own words.
@@ -226,7 +228,7 @@ DATASET = {
 def config_for(
     base: Path, output: Path, mesh: Mesh, options: tuple[Option, ...], **more: Any
 ) -> DictConfig:
-    """The config of a run of ``options`` on ``mesh``.
+    """The config of a run of `options` on `mesh`.
 
     Args:
         base: The model to start from.
@@ -353,7 +355,7 @@ class Bench:
         save_base(self.base)
 
     def run(self, make: Any, mesh: Mesh, options: tuple[Option, ...]) -> dict[str, Any]:
-        """Run a config; ``refused`` also where it is refused before any process would start."""
+        """Run a config; `refused` also where it is refused before any process would start."""
         output = self.folder / f"run{next(self._runs)}"
         cfg = make(self.base, output, mesh, options)
         try:
@@ -403,12 +405,12 @@ class Bench:
         )
 
     def peak(self, cp: int, options: tuple[Option, ...]) -> int | None:
-        """Peak bytes of a rank in a step on ``MEMORY_TOKENS`` tokens over ``cp`` ranks."""
+        """Peak bytes of a rank in a step on `MEMORY_TOKENS` tokens over `cp` ranks."""
         mesh = Mesh(f"cp {cp}", cp, {"context_parallel_dim": cp})
-        said = self.run(memory_step, mesh, options)
-        if said["failed"]:
-            raise RuntimeError(f"{[o.name for o in options]} on cp {cp}: {said['failed']}")
-        return said.get("peak")
+        outcome = self.run(memory_step, mesh, options)
+        if outcome["failed"]:
+            raise RuntimeError(f"{[o.name for o in options]} on cp {cp}: {outcome['failed']}")
+        return outcome.get("peak")
 
 
 def _weights(output: Path) -> dict[str, torch.Tensor]:
@@ -544,13 +546,16 @@ def render(figures: Mapping[str, Any]) -> str:
     return "\n".join([f"Measured on {where}.", "", *lines])
 
 
-def write_page(page: Path = PAGE) -> None:
-    """Write the figures and the refusals into the page, between its markers."""
-    text = page.read_text(encoding="utf-8")
-    text = with_tables(text, render(json.loads(FIGURES.read_text(encoding="utf-8"))))
-    text = with_tables(text, render_refusals(), "refusals")
-    page.write_text(text, encoding="utf-8")
+def _write_table(page: Path, table: str, name: str) -> None:
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), table, name), encoding="utf-8")
     print(f"written: {page}")
+
+
+def write_pages() -> None:
+    """Write the figures and the refused combinations into their pages, between the markers."""
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    _write_table(MEASUREMENTS_PAGE, render(figures), "tables")
+    _write_table(REFUSALS_PAGE, render_refusals(), "refusals")
 
 
 def _wanted(words: list[str], key: str) -> bool:
@@ -604,14 +609,14 @@ def measure(words: list[str], missing: bool = False) -> int:
 
 
 def main() -> int:
-    """Measure and write the page; 1 when a row is off or fails."""
+    """Measure and write the pages; 1 when a row is out of tolerance or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only rows whose name contains one of these")
-    parser.add_argument("--render", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--render", action="store_true", help="run nothing, write the pages")
     parser.add_argument("--missing", action="store_true", help="only rows without figures")
     args = parser.parse_args()
     wrong = 0 if args.render else measure(args.words, args.missing)
-    write_page()
+    write_pages()
     if wrong:
         print(f"{wrong} combinations are off or failed: bold on the page", file=sys.stderr)
     return min(wrong, 1)

@@ -4,7 +4,7 @@ python -m benchmarks.cp_loader [TOKENS [ROUNDS]]
 
 Batches of 64K tokens of proteins of UniProt's lengths, masked and packed, over 2 and 4 ranks on gloo. The
 comparable recipe has its reader cut the batch for every rank and hand the parts out with
-``torch.distributed.scatter_object_list``; here both do so with the same batches, in turn.
+`torch.distributed.scatter_object_list`; here both do so with the same batches, in turn.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _send_slices(channel: SliceChannel, batch: CutBatch | None) -> dict[str, tor
 
 
 def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
-    """Build a function that hands one batch out: ``"slices"`` or ``"objects"``, with its seconds.
+    """Build a function that hands one batch out: `"slices"` or `"objects"`, with its seconds.
 
     The seconds are from the whole batch on the reader to the slice on this rank, cutting included; the
     ranks begin together.
@@ -94,7 +94,7 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
     ways = {"slices": partial(_send_slices, channel), "objects": _scatter_objects}
     done = dict.fromkeys(ways, 0)
 
-    def hand_out(way: str) -> tuple[float, float, int]:
+    def distribute(way: str) -> tuple[float, float, int]:
         batch = batches[done[way] % len(batches)]
         done[way] += 1
         dist.barrier()
@@ -111,14 +111,14 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
         seconds = time.perf_counter() - start
         return seconds, cut, int(got["tokens"].sum())
 
-    return hand_out
+    return distribute
 
 
 def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:
     """Build a function that takes the loader's next batch and trains on it, or does not.
 
-    ``"step"`` gives the seconds of waiting for the batch and of the step, ``"read"`` the seconds of the
-    batch alone; ``"close"`` ends the loader.
+    `"step"` gives the seconds of waiting for the batch and of the step, `"read"` the seconds of the
+    batch alone; `"close"` ends the loader.
     """
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     loader, _ = create_cp_dataloader(

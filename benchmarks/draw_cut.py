@@ -1,4 +1,4 @@
-"""Draws docs/figures/cut.svg, how a packed batch is cut, from what the data loader really does.
+"""Draws docs/figures/cut.svg, how a packed batch is split, from the output of the data loader.
 
 python -m benchmarks.draw_cut
 """

@@ -2,10 +2,10 @@
 
 python -m benchmarks.esm2_curves [FASTA]
 
-``frequencies``: a small model from scratch reaches the entropy of its proteins' residues, which is what
-knowing how often each occurs is worth. ``four``: four proteins are learned by heart. Writes
-``benchmarks/results/esm2/curves.json``, ``docs/figures/esm2_curves.svg`` and the table in ``docs/esm2.md``.
-With a FASTA file, ``frequencies`` runs on it and only its figures are printed.
+`frequencies`: a small model from scratch reaches the entropy of its proteins' residues, which is what
+knowing how often each occurs is worth. `four`: four proteins are learned by heart. Writes
+`benchmarks/results/esm2/curves.json`, `docs/figures/esm2_curves.svg` and the table in `docs/esm2.md`.
+With a FASTA file, `frequencies` runs on it and only its figures are printed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def unigram_entropy(fasta: Path = EXAMPLE_PROTEINS) -> float:
 
 
 def _shortest(folder: Path) -> Path:
-    """The four shortest of the proteins that come with the package, as a file of their own."""
+    """The four shortest of the proteins that come with the package, as a separate file."""
     records = sorted(read_fasta(EXAMPLE_PROTEINS), key=lambda record: len(record[1]))[:SHORTEST]
     path = folder / "four.fasta"
     path.write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records))
@@ -76,10 +76,10 @@ def train(name: str, cp: int, folder: Path, fasta: Path | None = None, **keys: A
     """Run the recipe through the command line.
 
     Args:
-        name: Of :data:`RUNS`.
+        name: Of `RUNS`.
         cp: Processes, all of them context-parallel.
         folder: An empty one, for what the run writes.
-        fasta: Other proteins for ``frequencies``.
+        fasta: Other proteins for `frequencies`.
         keys: Further config keys.
 
     Returns:
@@ -149,8 +149,8 @@ def draw(rows: list[dict[str, Any]], curves: dict[str, dict[str, list[float]]]) 
     """The figure as SVG.
 
     Args:
-        rows: Of :func:`summary`, one a run.
-        curves: Losses by run and ``cp 1`` or ``cp 2``.
+        rows: Of `summary`, one a run.
+        curves: Losses by run and `cp 1` or `cp 2`.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -2,10 +2,10 @@
 
 python -m benchmarks.levers [--rounds N] [--lever NAME ...] [LENGTH ...]
 
-Each setting has a process of its own (in one process they disturb each other) with two threads; layers are
-checkpointed. "whole loss" projects all tokens at once: what the default loss, in chunks, is measured against.
+Each setting runs in a separate process (in one process they disturb each other) with two threads; layers are
+checkpointed. "whole loss" projects all tokens at once; the default loss, in chunks, is compared with it.
 Head chunks are measured against tiles alone, both with attention by documents, which chunks need. With
-``--lever`` these alone are measured, into a file of their own.
+`--lever` these alone are measured, into a separate file.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def build(
 
     Args:
         seq_len: Tokens.
-        optimizer: ``in_bwd``, ``on_host`` or nothing.
+        optimizer: `in_bwd`, `on_host` or nothing.
         offload: Move the layers' inputs to the host.
-        settings: For :func:`~benchmarks.common.our_training`.
+        settings: For `our_training`.
 
     Returns:
-        As :func:`~benchmarks.common.build_ours`; ``activations`` leaves out what lies on the host.
+        As `build_ours`; `activations` leaves out what lies on the host.
     """
     from benchmarks.live_storage import LiveStorage
     from torchtune_cp.training.memory import apply_activation_offloading
@@ -98,7 +98,7 @@ def measure(seq_len: int, rounds: int, levers: Sequence[str]) -> list[dict[str, 
     Args:
         seq_len: Tokens of a step.
         rounds: Counted steps of each; one more comes before.
-        levers: Of :data:`COMPARED`.
+        levers: Of `COMPARED`.
 
     Returns:
         A row for each lever.
@@ -131,7 +131,7 @@ def measure(seq_len: int, rounds: int, levers: Sequence[str]) -> list[dict[str, 
 
 
 def main() -> None:
-    """Measure and write ``results/levers.json``."""
+    """Measure and write `results/levers.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("lengths", nargs="*", type=int, default=[16384])
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,4 +1,4 @@
-"""Tracks the bytes of tensor storages that come to life while it is active."""
+"""Tracks the bytes of tensor storages that are allocated while it is active."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LiveStorage(TorchDispatchMode):
         elsewhere: How many of the bytes alive lie in another memory and do not count for the peak.
 
     Attributes:
-        peak: The most bytes that were alive at once.
+        peak: The most bytes that existed at the same time.
     """
 
     def __init__(self, elsewhere: Callable[[], int] = lambda: 0) -> None:

@@ -2,11 +2,11 @@
 
 python -m benchmarks.long_context             # plan every config: about half an hour on two cores
 python -m benchmarks.long_context 1M 8xH100   # only those whose names contain all of these
-python -m benchmarks.long_context --check     # plan, and compare with what stands in the files
-python -m benchmarks.long_context --table     # only write docs/long_context.md from the files
+python -m benchmarks.long_context --check     # plan, and compare with the figures in the files
+python -m benchmarks.long_context --table     # only write docs/measurements/long_context.md from the files
 
-Each file is the base config of its model with a few keys changed (``CHOICES``); its header has the plan's
-figures. Nothing here was run on these GPUs: the figures are those of ``tune plan``.
+Each file is the base config of its model with a few keys changed (`CHOICES`); its header has the plan's
+figures. Nothing here was run on these GPUs: the figures are those of `tune plan`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchtune_cp.planner.report import sent_by_mesh
 
 CONFIGS = CHECKOUT / "configs"
 FOLDER = CONFIGS / "long_context"
-PAGE = CHECKOUT / "docs" / "long_context.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "long_context.md"
 K, M = 2**10, 2**20
 
 
@@ -41,7 +41,7 @@ class Hardware:
     Attributes:
         name: In file names.
         text: For people.
-        device: As ``tune plan`` names it.
+        device: As `tune plan` names it.
         gpus: Of all nodes.
         host_gib: Of a node.
     """
@@ -69,7 +69,7 @@ class Hardware:
 
     @property
     def launch(self) -> str:
-        """The options of ``tune run``."""
+        """The options of `tune run`."""
         nodes = f"--nnodes {self.nodes} " if self.nodes > 1 else ""
         return f"{nodes}--nproc_per_node {min(self.gpus, 8)}"
 
@@ -84,12 +84,12 @@ H100_32 = Hardware(
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the config of its own that these begin with.
+    """A model and the base config of its long-context configs.
 
     Attributes:
         name: In file names.
         text: For people.
-        base: Below ``configs``.
+        base: Below `configs`.
         positions: What its weights were trained for.
     """
 
@@ -168,7 +168,7 @@ class Entry:
         length: The length's name.
         hardware: On what.
         tokens: Of a sequence.
-        keys: The keys that differ from the base's; a ``.`` leads to an argument.
+        keys: The keys that differ from the base's; a `.` leads to an argument.
     """
 
     model: Model
@@ -290,12 +290,12 @@ def planned(entry: Entry) -> Plan:
 
 
 def figures(plan: Plan) -> dict[str, str]:
-    """A plan's figures in words, by what they are of."""
+    """A plan's figures as text, by name."""
     sent = sum(count for count, _ in sent_by_mesh(plan).values())
     device, cluster = plan.cluster.device, plan.cluster
     return {
         "device": f"{plan.needed / GIB:.1f} of {device.memory / GIB:.1f} GiB,"
-        f" most in {plan.peak.place.describe()}",
+        f" most in {plan.peak.location.describe()}",
         "host": f"{plan.host_node / GIB:,.0f} of {cluster.host_memory / GIB:,.0f} GiB of a node",
         "sent": f"{sent / GIB:,.1f} GiB by a GPU in a step",
         "step": f"{plan.time.total:,.0f} s, {plan.tokens_per_second:,.0f} tokens/s a GPU,"
@@ -308,14 +308,14 @@ def header(entry: Entry, found: Mapping[str, str]) -> str:
 
     Args:
         entry: The config.
-        found: From :func:`figures`.
+        found: From `figures`.
     """
     rows = [f"#   {name:<7} {text}" for name, text in found.items()]
     return "\n".join([*head(entry), BEGIN, f"#   {plan_command(entry)}", *rows, END, "", ""])
 
 
 def written_figures(entry: Entry) -> dict[str, str]:
-    """The figures that stand in a config's header."""
+    """The figures in a config's header."""
     text = entry.path.read_text(encoding="utf-8")
     rows = text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     return dict(re.fullmatch(r"#   (\w+) +(.+)", row).groups() for row in rows)  # type: ignore[union-attr, misc]
@@ -344,7 +344,7 @@ def table() -> str:
             mfu.removeprefix("MFU "),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def write_table() -> None:
@@ -380,7 +380,7 @@ def main() -> None:
     problems: list[str | None] = []
     if not args.table:
         chosen = [e for e in ENTRIES if all(word in e.name for word in args.words)]
-        with ThreadPoolExecutor(2) as pool:  # each plan runs in processes of its own
+        with ThreadPoolExecutor(2) as pool:  # each plan runs in separate processes
             problems = list(pool.map(lambda entry: _handle(entry, args.check), chosen))
     if not args.check and all(entry.path.exists() for entry in ENTRIES):
         write_table()

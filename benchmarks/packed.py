@@ -4,7 +4,7 @@ python -m benchmarks.packed
 
 A pack of the standard library's files, a step on 16,384 tokens: one process with two threads (cp 1)
 against two processes with one thread each (cp 2), with each method, and both without the document mask.
-The contenders of a pair make their steps in turn. ``mask_gain`` says how often faster a step is for
+The contenders of a pair make their steps in turn. `mask_gain` says how often faster a step is for
 attending within documents only.
 """
 

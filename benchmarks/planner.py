@@ -1,4 +1,4 @@
-"""What ``tune plan`` predicts beside what really run steps take, into docs/planner.md.
+"""Compares predictions of `tune plan` with real steps, in docs/measurements/planner.md.
 
 python -m benchmarks.planner            # runs everything, writes results/planner/prediction.json and the page
 python -m benchmarks.planner --render   # writes the page from that file
@@ -35,7 +35,7 @@ from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Profile
 from torchtune_cp.planner.simulate import rank_profile
 
-PAGE = CHECKOUT / "docs" / "planner.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "planner.md"
 FILE = RESULTS / "planner" / "prediction.json"
 
 #: Calls a function with arguments on ranks joined in a gloo group; gives what each returned.
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
         mesh: Ranks along each dimension.
         rank: Which of the ranks.
         profile: What the planner says.
-        measured: What ``measured_steps`` counted.
+        measured: What `measured_steps` counted.
     """
 
     case: str
@@ -200,7 +200,7 @@ def render_savings(path: Path = FILE) -> str:
     rows = json.loads(path.read_text(encoding="utf-8"))["results"]
     peaks = {row["case"]: row for row in rows if row["rank"] == 0}
     lines = [
-        "| lever | peak without | with | saved, measured | saved, predicted |",
+        "| option | peak without | with | saved, measured | saved, predicted |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for lever, (without, with_it) in SAVINGS.items():

@@ -1,4 +1,4 @@
-"""A small config and the options with which predictions are held against really run steps."""
+"""A small config and the options with which predictions are compared with real steps."""
 
 from __future__ import annotations
 

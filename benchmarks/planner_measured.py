@@ -76,7 +76,7 @@ class Watch(TorchDispatchMode):
         finally:
             self._host -= 1
 
-    def lies_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say of tensors that exist already that they are in host memory."""
         with torch.no_grad():
             for tensor in tensors:
@@ -140,7 +140,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
         watch = stack.enter_context(Watch())
         stack.enter_context(host_memory_seen(lambda _: watch.on_host()))
         if cfg.fsdp_cpu_offload:
-            # Between host and device FSDP copies by ``.to(device)``, which does nothing where both are one.
+            # Between host and device FSDP copies by `.to(device)`, which does nothing where both are one.
             stack.enter_context(offloading_copies(lambda _: watch.on_host()))
         step = recipe_step(
             cfg,
@@ -148,7 +148,7 @@ def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
             FullModelHFCheckpointer(checkpoint_dir=None),
             with_shards=watch.on_host if cfg.fsdp_cpu_offload else contextlib.nullcontext,
             made=lambda model: (
-                watch.lies_on_host(model.parameters()) if cfg.fsdp_cpu_offload else None
+                watch.mark_on_host(model.parameters()) if cfg.fsdp_cpu_offload else None
             ),
         )
         step(seq_len)
@@ -172,7 +172,7 @@ def recipe_step(
     with_shards: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     made: Callable[[Any], None] = lambda _: None,
 ) -> Callable[[int], None]:
-    """Build model, optimizer and step as ``full_finetune_distributed`` does.
+    """Build model, optimizer and step as `full_finetune_distributed` does.
 
     Args:
         cfg: The run's config.
@@ -182,7 +182,7 @@ def recipe_step(
         made: Called with the model as soon as it has weights.
 
     Returns:
-        Makes an optimizer step on made-up sequences of so many tokens.
+        Makes an optimizer step on synthetic sequences of this number of tokens.
     """
     dims = setup.parallel_dims(cfg)
     meshes = Meshes.build(dims, device.type)

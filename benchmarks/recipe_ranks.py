@@ -30,7 +30,7 @@ PATIENCE = timedelta(seconds=300)
 
 
 class StepPeak:
-    """A "profiler" of the recipe that counts the bytes that come to life in its steps.
+    """A "profiler" of the recipe that counts the bytes that are allocated in its steps.
 
     The recipe enters it after the parameters have been read, so parameters do not count; gathered
     copies, activations, gradients and optimizer state do. What offloading has moved to the host does not.
@@ -62,7 +62,7 @@ def _load_recipe() -> Any:
     return module
 
 
-#: Loaded with this module, so that a process forked from one that has it starts at once.
+#: Loaded with this module, so that a process forked from one that has it starts immediately.
 RECIPE = _load_recipe()
 
 
@@ -70,7 +70,7 @@ def _run_rank(rank: int, world: int, folder: str, config: str, pipe: Any) -> Non
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ["TUNE_ALLOW_COMPONENTS"] = "benchmarks"
     torch.set_num_threads(1)
-    said: dict[str, Any] = {"refused": None, "failed": None}
+    outcome: dict[str, Any] = {"refused": None, "failed": None}
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -82,12 +82,12 @@ def _run_rank(rank: int, world: int, folder: str, config: str, pipe: Any) -> Non
         with contextlib.redirect_stderr(io.StringIO()):  # the progress display
             RECIPE.main.__wrapped__(to_typed(OmegaConf.create(config)))
     except UserError as error:
-        said["refused"] = str(error)
+        outcome["refused"] = str(error)
     except Exception as error:  # noqa: BLE001 - a failing row must not end the others
-        said["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        outcome["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
     graphs = counters["stats"]["unique_graphs"]
-    pipe.send(said | {"peak": StepPeak.last, "graphs": graphs})
-    if said["refused"] is None and said["failed"] is None:
+    pipe.send(outcome | {"peak": StepPeak.last, "graphs": graphs})
+    if outcome["refused"] is None and outcome["failed"] is None:
         return
     os._exit(1)  # what a failed collective has left behind may never end
 
@@ -103,8 +103,8 @@ def run_recipe(cfg: DictConfig, world: int) -> dict[str, Any]:
         world: Number of processes.
 
     Returns:
-        ``refused`` (the recipe's own words, of the first rank that said some), ``failed`` (any other
-        error), ``peak`` (the largest, in bytes, with :class:`StepPeak`) and ``graphs`` (compiled ones).
+        `refused` (the recipe's message, of the first rank with one), `failed` (any other
+        error), `peak` (the largest, in bytes, with `StepPeak`) and `graphs` (compiled ones).
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.recipe_ranks"])

@@ -1,6 +1,6 @@
-"""The combinations that a config may not ask for, as docs/composability.md lists them.
+"""The refused combinations of options, as docs/composability.md lists them.
 
-Each line is made by the rules themselves (``torchtune_cp.config.combinations``) from an example that
+Each line is made by the rules themselves (`torchtune_cp.config.combinations`) from an example that
 breaks one; a test sees to it that no rule is without an example.
 """
 
@@ -103,8 +103,8 @@ def _spelt(values: Mapping[str, Any], prefix: str = "") -> str:
         if isinstance(value, Mapping):
             parts.append(_spelt(value, f"{prefix}{key}."))
         else:
-            said = {"True": "true", "False": "false", "None": "null"}.get(str(value), value)
-            parts.append(f"`{prefix}{key}: {said}`")
+            spelt = {"True": "true", "False": "false", "None": "null"}.get(str(value), value)
+            parts.append(f"`{prefix}{key}: {spelt}`")
     return ", ".join(parts)
 
 
@@ -112,9 +112,9 @@ def refusals() -> list[tuple[str, str]]:
     """What is refused: an example, and what the rules say about it."""
     lines = []
     for values in EXAMPLES:
-        said = combination_problems(values)
-        if said:
-            lines.append((_spelt(values), "; ".join(said)))
+        problems = combination_problems(values)
+        if problems:
+            lines.append((_spelt(values), "; ".join(problems)))
     eight = degrees_problem(_DEGREES, 8)
     assert eight is not None
     lines.append(("a product of degrees that is not the number of processes", eight))
@@ -126,5 +126,8 @@ def refusals() -> list[tuple[str, str]]:
 def render_refusals() -> str:
     """Lay out the refused combinations as Markdown."""
     lines = ["| together | refused with |", "| --- | --- |"]
-    lines += [f"| {example} | {said.replace('|', chr(92) + '|')} |" for example, said in refusals()]
+    lines += [
+        f"| {example} | {problems.replace('|', chr(92) + '|')} |"
+        for example, problems in refusals()
+    ]
     return "\n".join([*lines, ""])

@@ -1,4 +1,4 @@
-"""Writes the result files' figures into docs/performance.md, between its two marker comments.
+"""Writes the result files' figures into docs/measurements/performance.md, between its two marker comments.
 
 python -m benchmarks.tables
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 RESULTS = CHECKOUT / "benchmarks" / "results"
-PAGE = CHECKOUT / "docs" / "performance.md"
+PAGE = CHECKOUT / "docs" / "measurements" / "performance.md"
 
 
 def _cell(value: Any) -> str:
@@ -58,7 +58,7 @@ def render(results: Path = RESULTS) -> str:
     """Render every result file of a folder, in the order of their names.
 
     Args:
-        results: Holds ``NAME.json`` files ``{"machine": {...}, "results": [{...}, ...]}``.
+        results: Holds `NAME.json` files `{"machine": {...}, "results": [{...}, ...]}`.
     """
     lines: list[str] = []
     for path in sorted(results.glob("*.json")):
@@ -76,8 +76,8 @@ def with_tables(page: str, tables: str, name: str = "tables") -> str:
 
     Args:
         page: The page's text.
-        tables: From :func:`render`.
-        name: The markers are ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+        tables: From `render`.
+        name: The markers are `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 
     Raises:
         ValueError: The page does not have each marker exactly once.

@@ -6,7 +6,7 @@ python -m benchmarks.tokenise --rows 1000000 --rounds 1
 `--before` is the commit to compare with. Short rows made of the standard library's sources, with a
 BPE tokenizer trained on them: text, conversations with a chat template of this project's and with
 one that it does not know (rendered in a process with limits), and proteins, each packed. Every
-start is a process of its own; the two checkouts take turns. Seconds are those from the call of the
+start runs in a separate process; the two checkouts take turns. Seconds are those from the call of the
 factory to the last pack's place, without imports; `cpu` counts all processes.
 """
 
@@ -55,9 +55,12 @@ def make_data(folder: Path, rows: int) -> None:
         (folder / "proteins.fasta").open("w") as proteins,
     ):
         for i in range(rows):
-            asked, said = draw.choice(blocks), draw.choice(blocks)
-            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            text.write(json.dumps({"text": f"{asked} {i}"}) + "\n")
+            question, answer = draw.choice(blocks), draw.choice(blocks)
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            text.write(json.dumps({"text": f"{question} {i}"}) + "\n")
             conversations.write(json.dumps({"messages": turns}) + "\n")
             residues = "".join(draw.choices(STANDARD_RESIDUES, k=draw.randint(50, 500)))
             proteins.write(f">p{i}\n{residues}\n")
@@ -115,7 +118,7 @@ def _cpu_seconds() -> float:
 
 
 def _start(checkout: Path, case: str, folder: Path) -> dict[str, float]:
-    """A start in a process of its own that imports the package from a checkout, with an empty cache."""
+    """A start in a separate process that imports the package from a checkout, with an empty cache."""
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         environment = {
             **os.environ,

@@ -1,4 +1,4 @@
-"""Train a protein language model on masked residues, every protein cut over several ranks.
+"""Train a protein language model on masked residues, with every protein split over several ranks.
 
     tune run --nproc_per_node 2 esm2_mlm_distributed --config tiny/esm2_cpu context_parallel_dim=2
 
@@ -100,15 +100,15 @@ def main(cfg: MaskedLMConfig) -> None:
     nonfinite.count = skipped_steps(resumed)
     timer = StepTimer(device)
 
-    # --- the step; validation reaches the model through the same door as training -------------
+    # --- the step; validation uses the same context manager as training -------------------------
     train = masked_lm_step(
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
     def validate(step: int) -> float | None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+        """Mean token loss over the whole validation set: every sample once, on every mesh.
 
-        None without a validation set, and when a signal cut it short: a resumed run then repeats it.
+        None without a validation set, and when a signal interrupted it: a resumed run then repeats it.
         """
         if val_loader is None:
             return None
@@ -124,10 +124,10 @@ def main(cfg: MaskedLMConfig) -> None:
         return evaluation.loss
 
     # --- the loop -----------------------------------------------------------------------------
-    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
+    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 request a save and an exit
 
     def leave(signal_name: str) -> NoReturn:
-        """End the run early, on all ranks together."""
+        """End the run early on all ranks."""
         checkpoints.close()
         report.close()
         raise RunStopped(signal_name, checkpoints.newest)
@@ -178,7 +178,7 @@ def main(cfg: MaskedLMConfig) -> None:
                 )
                 profiler.step()
                 val_loss = validate(progress.step) if progress.validation_due else None
-                checkpoints.check()  # the error of a save in the background comes out here
+                checkpoints.check()  # raises the error of an asynchronous save
                 asked = stop.agreed()
                 if progress.save_due or asked:
                     record = run | progress.record() | {"nonfinite_steps": nonfinite.count}
@@ -192,7 +192,7 @@ def main(cfg: MaskedLMConfig) -> None:
     report.close()
     for open_loader in filter(None, (loader, val_loader)):
         open_loader.close()
-    log.info("the trained model lies in %s", folder)
+    log.info("the trained model is in %s", folder)
     stop.close()
     dist.destroy_process_group()
 

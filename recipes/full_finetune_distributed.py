@@ -1,4 +1,4 @@
-"""Fine-tune all weights of a causal language model, every sequence cut over several ranks.
+"""Fine-tune all weights of a causal language model, with every sequence split over several ranks.
 
     tune run --nproc_per_node 2 full_finetune_distributed --config tiny/llama_cpu context_parallel_dim=2
 
@@ -94,15 +94,15 @@ def main(cfg: FullFinetuneConfig) -> None:
     nonfinite.count = skipped_steps(resumed)
     timer = StepTimer(device)
 
-    # --- the step; validation cuts its sequences through the same door as training ------------
+    # --- the step; validation uses the same context manager as training -------------------------
     train = causal_lm_step(
         cfg, model, optimizer, gradient_norm, loss_fn, meshes=meshes, dims=dims, device=device
     )
 
     def validate(step: int) -> float | None:
-        """Mean token loss over the whole validation set: every sample once, whatever the mesh.
+        """Mean token loss over the whole validation set: every sample once, on every mesh.
 
-        None without a validation set, and when a signal cut it short: a resumed run then repeats it.
+        None without a validation set, and when a signal interrupted it: a resumed run then repeats it.
         """
         if val_loader is None:
             return None
@@ -113,10 +113,10 @@ def main(cfg: FullFinetuneConfig) -> None:
         return evaluation.loss
 
     # --- the loop -----------------------------------------------------------------------------
-    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 mean: save, then leave
+    stop = StopRequest()  # from here on SIGTERM, SIGINT and SIGUSR1 request a save and an exit
 
     def leave(signal_name: str) -> NoReturn:
-        """End the run early, on all ranks together."""
+        """End the run early on all ranks."""
         checkpoints.close()
         report.close()
         raise RunStopped(signal_name, checkpoints.newest)
@@ -159,7 +159,7 @@ def main(cfg: FullFinetuneConfig) -> None:
                 )
                 profiler.step()
                 val_loss = validate(progress.step) if progress.validation_due else None
-                checkpoints.check()  # the error of a save in the background comes out here
+                checkpoints.check()  # raises the error of an asynchronous save
                 asked = stop.agreed()
                 if progress.save_due or asked:
                     record = run | progress.record() | {"nonfinite_steps": nonfinite.count}
@@ -171,7 +171,7 @@ def main(cfg: FullFinetuneConfig) -> None:
     folder = checkpointer.save_final(model, tokenizer, folder=output_dir / "final")
     checkpoints.close()
     report.close()
-    log.info("the fine-tuned model lies in %s", folder)
+    log.info("the fine-tuned model is in %s", folder)
     stop.close()
     dist.destroy_process_group()
 

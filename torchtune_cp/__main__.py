@@ -1,4 +1,4 @@
-"""``python -m torchtune_cp``: the ``tune`` command."""
+"""`python -m torchtune_cp`: the `tune` command."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Files and folders that appear under their name when they are complete, and go away in one step.
+"""Files and folders that appear under their name only when complete, and disappear in one step.
 
-Everything that others may read is written under a hidden name beside its final one and renamed when
-it is complete; so what has a final name is complete at every moment, whatever the process or the
-machine did.
+Everything that others may read is written under a hidden name next to its final one and renamed when
+it is complete; so what has a final name is always complete, even after a crash of the process or the
+machine.
 """
 
 import errno
@@ -77,7 +77,7 @@ def whole_file(final: Path, *, mode: int = 0o666, synced: bool = True) -> Iterat
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, synced: bool = True) -> None:
-    """Write a file at once, as :func:`whole_file` does.
+    """Write a file in one step, as `whole_file` does.
 
     Args:
         path: The file; an earlier one is replaced.
@@ -105,11 +105,11 @@ def make_folders(path: Path) -> None:
 
 
 def hidden_name(final: Path, suffix: str) -> Path:
-    """Return a hidden name beside ``final`` that nobody has used yet.
+    """Return an unused hidden name next to `final`.
 
     Args:
         final: The folder's final place.
-        suffix: :data:`TEMPORARY_SUFFIX` or :data:`REPLACED_SUFFIX`.
+        suffix: `TEMPORARY_SUFFIX` or `REPLACED_SUFFIX`.
     """
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}{suffix}")
 
@@ -129,11 +129,11 @@ def rename_into_place(temporary: Path, final: Path, replaced: Path) -> None:
     Args:
         temporary: The complete folder, every file of it on the disk.
         final: Its final place in the same parent.
-        replaced: Where an earlier folder goes, in the same parent; nothing stands there.
+        replaced: Where an earlier folder goes, in the same parent; must not exist.
 
     Raises:
-        OSError: The rename failed, or something else than a folder stands at the final place; what
-            stood there stands there still.
+        OSError: The rename failed, or the final path is not a folder; what
+            was there is unchanged.
     """
     earlier = os.path.lexists(final)
     if earlier:
@@ -150,7 +150,7 @@ def rename_into_place(temporary: Path, final: Path, replaced: Path) -> None:
 
 
 def remove_folder(folder: Path, final: Path | None = None) -> None:
-    """Delete a folder; it loses its name in one step, so nobody ever sees half of it.
+    """Delete a folder; it loses its name in one step, so that a partial folder is never visible.
 
     What cannot be deleted is left under a hidden temporary name and logged: a lack of tidiness must
     not end a run.
@@ -175,10 +175,10 @@ def delete_hidden(folder: Path) -> None:
     """
     try:
         if folder.is_symlink():
-            folder.unlink()  # what it leads to belongs to somebody else
+            folder.unlink()  # its target belongs to another owner
         else:
             shutil.rmtree(folder)
-    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder above it is gone too
+    except (FileNotFoundError, NotADirectoryError):  # the latter: the parent folder is gone too
         return
     except OSError as error:
         _log.warning("could not delete %s (%s); delete it by hand", folder, error)

@@ -1,14 +1,14 @@
-"""The exceptions that mean "the user can mend this" or "a signal ended the run": one line each."""
+"""The exceptions for user errors and for runs ended by a signal, each reported in one line."""
 
 import os
 import signal
 
-#: Exit code of a run that a signal stopped after a complete checkpoint (``EX_TEMPFAIL``: try again).
+#: Exit code of a run that a signal stopped after a complete checkpoint (`EX_TEMPFAIL`: try again).
 EXIT_STOPPED = 75
 
 
 class UserError(ValueError):
-    """A mistake by the user: the message says what was given, what is allowed and which key to change."""
+    """A user error: the message names the given value, the allowed values and the key to change."""
 
 
 class NotFoundHereError(UserError):
@@ -39,7 +39,7 @@ class RunStopped(Exception):
         """Say what ended the run and what is left of it.
 
         Args:
-            signal_name: For example ``"SIGTERM"``.
+            signal_name: For example `"SIGTERM"`.
             checkpoint: The complete checkpoint that the run left, None when it left none.
         """
         if checkpoint is None:

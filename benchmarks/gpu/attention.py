@@ -1,4 +1,4 @@
-"""Attention through ``context_parallel`` with each CUDA kernel, against plain attention in float64.
+"""Attention through `context_parallel` with each CUDA kernel, against plain attention in float64.
 
 Shape legend: b batch, h heads, g KV heads, s sequence, n this rank's slice, d head dimension.
 
@@ -59,12 +59,12 @@ class Case:
     """One call of attention.
 
     Attributes:
-        kernel: Key of :data:`BACKENDS`.
-        dtype: Key of :data:`DTYPES`.
-        kv_heads: :data:`HEADS`, or a quarter of it (grouped queries, 4:1).
+        kernel: Key of `BACKENDS`.
+        dtype: Key of `DTYPES`.
+        kv_heads: `HEADS`, or a quarter of it (grouped queries, 4:1).
         seq_len: Tokens.
         rotate_method: How KV reach the other rank; without meaning at cp 1.
-        pad_to_multiple_of: Given to ``context_parallel``.
+        pad_to_multiple_of: Given to `context_parallel`.
     """
 
     kernel: str
@@ -129,7 +129,7 @@ def inputs(case: Case, head_dim: int, device: torch.device) -> list[Tensor]:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, is_causal: bool = True, rows: int = 512
 ) -> list[Tensor]:
-    """Softmax attention written out in float64, ``rows`` queries at a time.
+    """Softmax attention written out in float64, `rows` queries at a time.
 
     Args:
         q: [b, s, h, d].
@@ -186,7 +186,7 @@ def attend(case: Case, whole: list[Tensor], mesh: DeviceMesh | None) -> tuple[li
 
     Args:
         case: What to call.
-        whole: From :func:`inputs`.
+        whole: From `inputs`.
         mesh: The two ranks' mesh, or None for one rank.
     """
     from torchtune_cp.distributed import context_parallel, unshard
@@ -379,7 +379,7 @@ def _rank(
 
 
 def _gloo_lacks_it(error: str) -> bool:
-    # Not every error that names gloo: a rank whose peer failed says that gloo timed out.
+    # Not every error that names gloo: a rank whose peer failed reports a gloo timeout.
     lowered = error.lower()
     lacking = ("not support", "unsupported", "not implemented", "no backend", "invalid tensor")
     return "gloo" in lowered and any(words in lowered for words in lacking)
@@ -402,7 +402,7 @@ def run_two_ranks(report: Report, head_dim: int, cases: list[Case]) -> None:
     Args:
         report: Gets the rows.
         head_dim: d.
-        cases: From :func:`sharded_cases`.
+        cases: From `sharded_cases`.
     """
     context = mp.get_context("spawn")
     answers = context.Queue()
@@ -426,9 +426,9 @@ def run_two_ranks(report: Report, head_dim: int, cases: list[Case]) -> None:
                 if rank == 0:
                     collectives = row
                     for name, error in row.items():
-                        told = {"error": error} if error else {}
+                        extra = {"error": error} if error else {}
                         status = "unsupported" if error else "passed"
-                        report.add(status, cp=2, collective=f"gloo {name}", **told)
+                        report.add(status, cp=2, collective=f"gloo {name}", **extra)
                 continue
             rows.setdefault(number, {})[rank] = row
             if len(rows[number]) == 2:

@@ -1,6 +1,6 @@
-"""Run one part of the GPU checks: ``python -m benchmarks.gpu.checks attention --device cuda``.
+"""Run one part of the GPU checks: `python -m benchmarks.gpu.checks attention --device cuda`.
 
-``run.sh`` beside this file runs all of them, each with a time limit. Only torch has to be there for
+`run.sh` beside this file runs all of them, each with a time limit. Only torch has to be there for
 this file to start; what else a part needs and does not find is that part's failure, on record.
 """
 
@@ -23,13 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a part; the exit code is 1 when it failed.
 
     Args:
-        argv: The arguments, ``sys.argv[1:]`` when None.
+        argv: The arguments, `sys.argv[1:]` when None.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.checks", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(argv)
-    # A rehearsal's figures are nobody's: they go where git does not look.
+    # Figures of a dry run are not kept: they are written to a path that git ignores.
     default = "benchmarks/results/gpu" if args.device == "cuda" else "build/gpu_rehearsal"
     setting = Setting(args.device, Path(os.environ.get("OUT") or CHECKOUT / default))
     setting.result_file(args.part).unlink(missing_ok=True)

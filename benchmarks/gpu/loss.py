@@ -45,7 +45,7 @@ def make_inputs(
 def reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int = 512
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and both gradients by autograd on float64 logits, ``rows`` tokens at a time."""
+    """The summed loss and both gradients by autograd on float64 logits, `rows` tokens at a time."""
     w = weight.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     grads = []
@@ -70,7 +70,7 @@ def check_accuracy(
 
     hidden, weight, labels = make_inputs(sizes, DTYPES[dtype_name], device)
     loss = LinearCrossEntropyLoss()(hidden[None], weight, labels[None])
-    # A scale of its own: backward has to hand on what comes in.
+    # A scale of its own: backward must pass on the incoming gradient.
     (loss * 0.5).backward()
     assert hidden.grad is not None
     assert weight.grad is not None

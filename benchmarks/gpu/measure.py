@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """2-norm of the difference over the 2-norm of the float64 reference; NaN if ``actual`` has one.
+    """2-norm of the difference over the 2-norm of the float64 reference; NaN if `actual` has one.
 
     Args:
         actual: Any floating dtype.
@@ -24,7 +24,7 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
     """The largest relative error of a single row (one head of one position).
 
     A few wrong rows among thousands hardly show in the norm of the whole. A row smaller than the
-    average is held against the average: the first query's gradient, for one, is exactly 0.
+    average is compared with the average: the first query's gradient, for one, is exactly 0.
 
     Args:
         actual: [..., head_dim].
@@ -37,10 +37,10 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Peak:
-    """Filled when the block of :func:`peak_memory` ends.
+    """Filled when the block of `peak_memory` ends.
 
     Attributes:
-        bytes: The most memory in use at once, without what was there before (tensors that the block
+        bytes: The most memory in use at the same time, without what was there before (tensors that the block
             freed count as if they had stayed).
     """
 

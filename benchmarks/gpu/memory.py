@@ -1,4 +1,4 @@
-"""Peak memory of steps of two layers of Llama 3 8B against what ``tune plan`` predicts for them.
+"""Peak memory of steps of two layers of Llama 3 8B against what `tune plan` predicts for them.
 
 The steps are the recipe's own, built from a config by the functions that the recipe calls.
 """
@@ -52,10 +52,10 @@ def cases(*, rehearsal: bool) -> list[Case]:
 
 
 class _Constant:
-    """A checkpointer whose weights are all one number: random ones would take the CPU half a minute."""
+    """A checkpointer whose weights are all one number: random ones would take half a minute on the CPU."""
 
     def source(self, model: Any, seed: int) -> Any:
-        """See ``FullModelHFCheckpointer.source``."""
+        """See `FullModelHFCheckpointer.source`."""
         from torchtune_cp.checkpointing.sources import RandomSource
 
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -68,7 +68,7 @@ def _config(case: Case, shape: dict[str, Any], device: str) -> Any:
 
 
 def _predicted(found: list[Case], shape: dict[str, Any], device: str) -> list[tuple[int, str]]:
-    """Bytes at the peak, and where it is, each planned in a process of its own."""
+    """Bytes at the peak, and where it is, each planned in a separate process."""
     from torchtune_cp.config import to_typed
     from torchtune_cp.planner.processes import run_apart
     from torchtune_cp.planner.profile import Profile
@@ -86,7 +86,7 @@ def _predicted(found: list[Case], shape: dict[str, Any], device: str) -> list[tu
         for case in found
     ]
     profiles: list[Profile] = run_apart(rank_profile, tasks)
-    return [(profile.peak.total, str(profile.peak.place)) for profile in profiles]
+    return [(profile.peak.total, str(profile.peak.location)) for profile in profiles]
 
 
 def _measured(case: Case, shape: dict[str, Any], device: torch.device) -> tuple[int, float]:

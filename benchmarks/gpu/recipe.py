@@ -1,6 +1,6 @@
 """The recipe on the GPU against the same run on the CPU, and with each option against without it.
 
-``tiny/llama_cpu``, fp32 and bf16.
+`tiny/llama_cpu`, fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GRAD_NORM_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 LIMIT_S = 100
 
 
-#: Options of the recipe, each held against the same run without it on the same device: those that
+#: Options of the recipe, each compared with the same run without it on the same device: those that
 #: change where or when something is computed but not what, within fp32's tolerance; float8 rounds, to
-#: 2 digits, and is held to what it is held to on a CPU.
+#: 2 digits, and has the same tolerance as on a CPU.
 OPTIONS: dict[str, tuple[str, list[str]]] = {
     "activation checkpointing": ("fp32", ["enable_activation_checkpointing=true"]),
     "checkpointing by operator": ("fp32", ["ac_mode=selective", "ac_option=op"]),
@@ -49,19 +49,19 @@ FLOAT8_LOSS_TOLERANCE = 1e-2
 def run_recipe(
     device: str, dtype: str, folder: Path, options: list[str] | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the recipe in a process of its own.
+    """Run the recipe in a separate process.
 
     Args:
         device: The config key.
         dtype: The config key.
-        folder: Becomes the run's ``output_dir``.
-        options: Further ``key=value`` overrides.
+        folder: Becomes the run's `output_dir`.
+        options: Further `key=value` overrides.
 
     Returns:
-        The lines of ``metrics.jsonl`` and the command.
+        The lines of `metrics.jsonl` and the command.
 
     Raises:
-        RuntimeError: It failed; the message holds the end of what it said.
+        RuntimeError: It failed; the message contains the end of its output.
     """
     arguments = ["run", "full_finetune_distributed", "--config", "tiny/llama_cpu"]
     arguments += [f"device={device}", f"dtype={dtype}", f"max_steps_per_epoch={STEPS}"]
@@ -83,8 +83,8 @@ def run_recipe(
         },
     )
     if done.returncode != 0:
-        said = (done.stderr or done.stdout)[-1500:]
-        raise RuntimeError(f"exit code {done.returncode}: {said}")
+        output = (done.stderr or done.stdout)[-1500:]
+        raise RuntimeError(f"exit code {done.returncode}: {output}")
     if not (folder / "final" / "config.json").exists():
         raise RuntimeError(f"no model in {folder / 'final'}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

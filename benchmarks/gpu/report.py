@@ -1,6 +1,6 @@
 """Result files of the GPU checks: rows with a status each, written as they come.
 
-A part that is ended at its time limit leaves the rows it had, with the status ``failed``.
+A part that is ended at its time limit leaves the rows it had, with the status `failed`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-#: From best to worst; a part is what its worst row is. ``not_taken`` says that a kernel declares an
-#: input not to be its own: nothing to hold against anybody. ``unsupported`` says that this platform
+#: From best to worst; a part is what its worst row is. `not_taken` says that a kernel declares an
+#: input not to be its own: nothing to hold against anybody. `unsupported` says that this platform
 #: cannot do what was asked: nothing was shown.
 STATUSES = ("not_taken", "passed", "unsupported", "out_of_memory", "failed")
 
@@ -32,10 +32,10 @@ _PACKAGES = ("omegaconf", "torchdata", "tokenizers", "safetensors", "jinja2", "n
 
 @dataclass(frozen=True)
 class Setting:
-    """What every part is told.
+    """The settings of every part.
 
     Attributes:
-        device: ``"cuda"``, or ``"cpu"`` for a rehearsal with tiny sizes.
+        device: `"cuda"`, or `"cpu"` for a rehearsal with tiny sizes.
         out: Folder of the result files.
     """
 
@@ -147,7 +147,7 @@ def record_crash(setting: Setting, part: str, error: str) -> None:
 
 
 def short(error: BaseException | str, limit: int = 400) -> str:
-    """An error in one line of at most ``limit`` characters."""
+    """An error in one line of at most `limit` characters."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
@@ -164,7 +164,7 @@ class Report:
     """One part's result file.
 
     Attributes:
-        part: The part's name, and with ``rehearsal_`` before it for a rehearsal the file's.
+        part: The part's name, and with `rehearsal_` before it for a rehearsal the file's.
         setting: Device and folder.
         tolerances: Name to value, and the reason beside it.
         notes: Conventions that a reader of the figures needs.
@@ -176,7 +176,7 @@ class Report:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Write the file at once: whatever happens from now on is on record."""
+        """Write the file immediately: whatever happens from now on is on record."""
         self._rows: list[dict[str, Any]] = []
         self._machine = machine(self.setting.device)
         self._start = time.perf_counter()
@@ -191,7 +191,7 @@ class Report:
         """Record and print one row.
 
         Args:
-            status: One of :data:`STATUSES`.
+            status: One of `STATUSES`.
             row: What was measured.
         """
         assert status in STATUSES, status
@@ -204,7 +204,7 @@ class Report:
         """Write the final state and return the part's status.
 
         Args:
-            error: What ended the part before its time; it is then ``failed``.
+            error: What ended the part before its time; it is then `failed`.
         """
         worst = max((row["status"] for row in self._rows), key=STATUSES.index, default="failed")
         if error is not None or worst == "not_taken":  # nothing was shown
@@ -212,9 +212,9 @@ class Report:
         self._write(worst, error)
         mark = " (REHEARSAL on the CPU: no GPU figure)" if self.setting.rehearsal else ""
         counts = {s: sum(row["status"] == s for row in self._rows) for s in STATUSES}
-        told = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
+        summary = ", ".join(f"{n} {s}" for s, n in counts.items() if n)
         reason = f": {error}" if error else ""
-        print(f"[{self.part}] {worst.upper()}{mark} {told}{reason}; written: {self.path}")
+        print(f"[{self.part}] {worst.upper()}{mark} {summary}{reason}; written: {self.path}")
         return worst
 
     def _write(self, status: str, error: str | None) -> None:

@@ -58,11 +58,11 @@ REHEARSAL_SHAPE: dict[str, Any] = {
 def flops_per_step(shape: dict[str, Any], seq_len: int) -> dict[str, int]:
     """Floating-point operations of a training step on one sequence; a multiply-add counts as two.
 
-    ``model``: forward and twice that for backward (the gradients of both factors of each product).
+    `model`: forward and twice that for backward (the gradients of both factors of each product).
     Counted are the products of the layers and of the head, and attention's two products over exactly
-    the ``s (s + 1) / 2`` pairs that a causal mask leaves. Recomputation is no model FLOP, nor are
+    the `s (s + 1) / 2` pairs that a causal mask leaves. Recomputation is no model FLOP, nor are
     the embedding's lookup, norms, rotations and the softmax.
-    ``executed``: with the second forward pass of the layers that activation checkpointing makes (not
+    `executed`: with the second forward pass of the layers that activation checkpointing makes (not
     what a fused attention kernel recomputes inside).
 
     Args:
@@ -103,7 +103,7 @@ def _wait(device: torch.device) -> None:
 
 
 class Trainer:
-    """The recipe's step on a model of ``shape``: FSDP2 of one rank, bf16, AdamW, checkpointed layers.
+    """The recipe's step on a model of `shape`: FSDP2 of one rank, bf16, AdamW, checkpointed layers.
 
     Args:
         shape: Sizes of the model.
@@ -156,7 +156,7 @@ class Trainer:
 
 
 def measure(trainer: Trainer, shape: dict[str, Any], seq_len: int, steps: int) -> dict[str, Any]:
-    """Time ``steps`` steps after a warm-up one.
+    """Time `steps` steps after a warm-up one.
 
     Raises:
         torch.OutOfMemoryError: The device is too small.

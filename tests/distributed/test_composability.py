@@ -68,12 +68,13 @@ def test_every_pair_of_options_is_run_but_for_those_that_exclude_each_other():
         assert all((mesh, (option,)) in run for option in composability.OPTIONS)
 
 
-def test_the_page_shows_the_figures_and_the_refusals_as_they_are():
-    text = composability.PAGE.read_text(encoding="utf-8")
+def test_the_pages_show_the_figures_and_the_refusals_as_they_are():
     figures = composability.json.loads(composability.FIGURES.read_text(encoding="utf-8"))
-    again = with_tables(text, composability.render(figures))
-    again = with_tables(again, refusals.render_refusals(), "refusals")
-    assert text == again, "run python -m benchmarks.composability --render"
+    measured = composability.MEASUREMENTS_PAGE.read_text(encoding="utf-8")
+    refused = composability.REFUSALS_PAGE.read_text(encoding="utf-8")
+    again = "run python -m benchmarks.composability --render"
+    assert measured == with_tables(measured, composability.render(figures)), again
+    assert refused == with_tables(refused, refusals.render_refusals(), "refusals"), again
     assert "**" not in composability.render(figures), "something failed or is off"
     for mesh, options in composability.combinations_on():
         assert composability._key(mesh, options) in figures["cells"], "run it with --missing"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*CHECKOUT.glob("docs/*.md"), *(CHECKOUT / n for n in ("README.md", "CONTRIBUTING.md"))]
+    [*CHECKOUT.glob("docs/**/*.md"), *(CHECKOUT / n for n in ("README.md", "CONTRIBUTING.md"))]
 )
 CONFIGS = sorted(CHECKOUT.glob("configs/*/*.yaml"))
 
@@ -22,7 +22,7 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; ``file`` and ``is_output`` come from the comment before it."""
+    """A fenced block; `file` and `is_output` come from the comment before it."""
 
     page: Path
     language: str
@@ -72,7 +72,7 @@ def _command(line: str, source: str) -> Command | None:
 
 
 def shell_commands(page: Path) -> Iterator[Command]:
-    """Every command of a page's ``bash`` blocks, or of a config's comments."""
+    """Every command of a page's `bash` blocks, or of a config's comments."""
     if page.suffix == ".yaml":
         lines = _HEADER_COMMAND.findall(page.read_text(encoding="utf-8"))
     else:
@@ -89,7 +89,7 @@ def tune_commands(page: Path) -> list[Command]:
 
 
 def config_of(command: Command) -> str | None:
-    """What follows ``--config`` in a command."""
+    """What follows `--config` in a command."""
     words = command.words
     return words[words.index("--config") + 1] if "--config" in words else None
 

@@ -52,7 +52,7 @@ def write_shown_files(page: Path, folder: Path) -> None:
 
 
 def _check_run(words: tuple[str, ...]) -> None:
-    """Check a ``tune run`` as the command line does before it starts, without its device."""
+    """Check a `tune run` as the command line does before it starts, without its device."""
     args = run._torchrun_parser().parse_args(words[2:])
     source, overrides = split_argv(args.training_script_args)
     assert source is not None
@@ -107,7 +107,7 @@ def test_there_are_few_real_runs_and_the_other_runs_need_what_a_test_has_not() -
 
 
 def real_run(command: Command, folder: Path) -> Path:
-    """Make a run that a page shows, two steps of it, in ``folder``; returns its output folder."""
+    """Make a run that a page shows, two steps of it, in `folder`; returns its output folder."""
     page = CHECKOUT / command.source
     if page.suffix == ".md":
         write_shown_files(page, folder)

@@ -121,8 +121,8 @@ def test_the_version_of_the_package_is_in_the_changelog() -> None:
     assert f"## [{__version__}]" in _text("CHANGELOG.md")
 
 
-def test_the_figures_on_the_performance_page_are_those_of_the_result_files() -> None:
-    page = _text("docs/performance.md")
+def test_the_figures_on_the_measurements_page_are_those_of_the_result_files() -> None:
+    page = _text("docs/measurements/performance.md")
     rendered = tables.with_tables(page, tables.render())
     assert page == rendered, "run python -m benchmarks.tables"
 

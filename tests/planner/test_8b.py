@@ -64,7 +64,7 @@ def test_the_peak_is_the_sum_of_what_must_be_there(seq_len, by_hand, phase):
     # Left out by hand: token ids, rotary tables, row statistics of norms and attention, the norms'
     # gradients. Together 0.2 % at most.
     assert expected <= last.total <= 1.003 * expected, (last.total / GIB, expected / GIB)
-    assert last.place.phase == phase
+    assert last.location.phase == phase
     # The first rank keeps one more slice of attention's result, from merging the ring's blocks.
     first = plan.ranks[0].peak.total
     assert first - last.total <= 2 * seq_len // RANKS * DIM

@@ -83,7 +83,7 @@ def test_packed_rows_are_planned_by_documents_and_the_plan_says_so(capsys):
         (("--seq-len", "0"), "--seq-len: must be at least 1, got 0"),
         (("--seq-len", "512", "--max-seq-len"), "give one of them"),
         (("--suggest", "--max-seq-len"), "give one of them"),
-        (("--suggest", "--exact"), "--suggest: goes without"),
+        (("--suggest", "--exact"), "--suggest: cannot be combined"),
         (("--max-seq-len",), "--max-seq-len: this device's memory has no limit"),
         (("optimizer.lr=-1", "batch_size=0"), "batch_size"),
         (

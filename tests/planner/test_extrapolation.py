@@ -62,11 +62,11 @@ def test_extrapolated_is_exact(cases):
     profiles = run_apart(rank_profile, list(tasks_of(cases)))
     for name, guessed, true in zip(cases, profiles[::2], profiles[1::2], strict=True):
         assert guessed.peak.total == true.peak.total, name
-        assert guessed.peak.place == true.peak.place, name
+        assert guessed.peak.location == true.peak.location, name
         assert guessed.peak.device == true.peak.device, name
         assert len(guessed.moments) == len(true.moments), name
         differing = [
-            (g.place.describe(), t.place.describe(), g.total - t.total)
+            (g.location.describe(), t.location.describe(), g.total - t.total)
             for g, t in zip(guessed.moments, true.moments, strict=True)
             if g.total != t.total
         ]

@@ -17,7 +17,7 @@ from torchtune_cp.planner.devices import DEVICES, GIB
 from torchtune_cp.planner.profile import Moment, Profile
 from torchtune_cp.planner.search import longest
 from torchtune_cp.planner.suggest import as_table, described, ladder, meshes, suggest
-from torchtune_cp.planner.trace import CATEGORIES, Place
+from torchtune_cp.planner.trace import CATEGORIES, Location
 
 H100 = DEVICES["h100-80g"]
 
@@ -114,7 +114,7 @@ def made_up(memory_of, seconds_of):
         for task in tasks:
             cfg = task["cfg"]
             device = dict.fromkeys(CATEGORIES, 0) | {"working": round(memory_of(cfg) * GIB)}
-            moment = Moment(Place("forward", 0, "", ""), device, 0)
+            moment = Moment(Location("forward", 0, "", ""), device, 0)
             flops = {("matmul", False): seconds_of(cfg) * H100.flops}
             profiles.append(Profile([moment], flops=flops))
         return profiles

@@ -45,10 +45,10 @@ def test_a_few_tiles_are_as_good_as_all(case, seq_len):
         )
         for every in (False, True)
     )
-    assert len(few.place) < len(every.place) / 2, "otherwise nothing was left out"
+    assert len(few.location) < len(every.location) / 2, "otherwise nothing was left out"
     assert few.device.sum(1).max() == every.device.sum(1).max()
-    at = few.places[few.place[few.device.sum(1).argmax()]]
-    assert at == every.places[every.place[every.device.sum(1).argmax()]]
+    at = few.locations[few.location[few.device.sum(1).argmax()]]
+    assert at == every.locations[every.location[every.device.sum(1).argmax()]]
     assert few.device.max(0).tolist() == every.device.max(0).tolist()
     assert few.flops == every.flops
     assert few.transfers == every.transfers

@@ -367,7 +367,7 @@ def test_ranks_that_do_not_leave_in_the_time_of_grace_are_ended(start: Callable[
     code, err = run.ended(within=60)
     assert code == 128 + signal.SIGINT
     assert err.splitlines()[-1] == (
-        "error: stopped by SIGINT: the ranks had not left after stop_grace_s=2 seconds"
+        "error: stopped by SIGINT: the ranks had not exited after stop_grace_s=2 seconds"
     )
 
 
@@ -378,8 +378,8 @@ def test_ranks_that_do_not_leave_in_the_time_of_grace_are_ended(start: Callable[
         ("raise", "error: rank 1: RuntimeError: row 3 is malformed"),
         ("memory", "error: rank 1: MemoryError: the host has no memory left"),
         ("kill", "error: rank 1 was ended by SIGKILL (often the system ran out of memory)"),
-        ("suspend", "error: rank 0: waited 5 s for the other ranks, of which one hangs"),
-        ("loop", "error: rank 0: waited 5 s for the other ranks, of which one hangs"),
+        ("suspend", "error: rank 0: waited 5 s for the other ranks; one of them hangs"),
+        ("loop", "error: rank 0: waited 5 s for the other ranks; one of them hangs"),
     ],
 )
 def test_one_failing_rank_ends_all_within_a_minute_with_the_first_cause(

@@ -1,4 +1,4 @@
-"""Looks at a Hugging Face model folder without loading it: which tensors, and is it whole?
+"""Inspects a Hugging Face model folder without loading it: its tensors, and whether it is complete.
 
 Only headers are read and nothing here imports torch, so that the command line can refuse a broken
 download before any process is started.
@@ -19,8 +19,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_config.json"
 
-#: What a config's ``checkpoint_files`` may be: file names, or torchtune's short form
-#: ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+#: What a config's `checkpoint_files` may be: file names, or torchtune's short form
+#: `{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}`.
 CheckpointFiles = Sequence[str] | Mapping[str, Any]
 
 # No file system takes longer names.
@@ -55,7 +55,7 @@ def _inside(folder: Path, name: object, where: str) -> Path:
     parts = PurePosixPath(name.replace("\\", "/"))
     # Whatever system a folder was made for: C:x.safetensors leaves it on Windows.
     if parts.is_absolute() or PureWindowsPath(name).anchor or ".." in parts.parts:
-        raise UserError(f"{where} names {name}, which lies outside {folder}")
+        raise UserError(f"{where} names {name}, which is outside {folder}")
     if parts.suffix != ".safetensors":
         raise UserError(f"{where} names {name}: only *.safetensors files are read")
     return folder / parts
@@ -71,7 +71,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _listed_files(checkpoint_files: CheckpointFiles) -> list[Any]:
-    """Spell out ``checkpoint_files``."""
+    """Spell out `checkpoint_files`."""
     key = "checkpointer.checkpoint_files"
     if isinstance(checkpoint_files, str):
         return [checkpoint_files]
@@ -168,7 +168,7 @@ def read_headers(
         checkpoint_files: Names to read instead of those that the folder's index gives.
 
     Returns:
-        Tensor name to ``(file, description)``.
+        Tensor name to `(file, description)`.
 
     Raises:
         UserError: A file is missing, damaged or truncated, lacks a tensor that the index places in
@@ -189,7 +189,7 @@ def read_headers(
                 continue
             if index is None or not same_bytes(tensors[name], (path, entry)):
                 raise UserError(
-                    f"tensor {name} stands in both {tensors[name][0].name} and {path.name}; "
+                    f"tensor {name} is in both {tensors[name][0].name} and {path.name}; "
                     "the files must be those of one model (checkpointer.checkpoint_files names them)"
                 )
             if index.get(name) == path:
@@ -205,7 +205,7 @@ def read_headers(
 
 
 def unread_weights(checkpoint_dir: str | Path, read: Collection[Path]) -> list[str]:
-    """Names of files beside those that are read which look like weights, too.
+    """Names of further files that look like weights but are not read.
 
     Args:
         checkpoint_dir: Folder of a Hugging Face model.
@@ -232,9 +232,9 @@ def check_folder(
     Needs neither torch nor a process group: call it before any process starts.
 
     Args:
-        checkpoint_dir: Folder of a Hugging Face model (``config.json`` and ``*.safetensors``).
+        checkpoint_dir: Folder of a Hugging Face model (`config.json` and `*.safetensors`).
         checkpoint_files: Names to read instead of those that the folder's index gives: a list, or
-            ``{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}``.
+            `{filename_format: "model-{}-of-{}.safetensors", max_filename: "00004"}`.
 
     Raises:
         UserError: The folder or a file is missing, truncated, damaged, a pickle, outside the

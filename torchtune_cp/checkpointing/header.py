@@ -27,7 +27,7 @@ class TensorEntry:
     """One tensor as the header of its file describes it.
 
     Attributes:
-        dtype: safetensors' name of the type, for example ``BF16``.
+        dtype: safetensors' name of the type, for example `BF16`.
         shape: The tensor's shape.
         num_bytes: Length of its data.
         offset: Where its data begin in the file.
@@ -110,9 +110,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def require_word(name: object) -> None:
     """Refuse what is no name, with a ValueError."""
-    # Names stand in messages of one line, and no tensor is called so.
+    # Names appear in messages of one line, and no tensor has such a name.
     if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_WORD:
-        raise ValueError(f"{str(name)[:_SHOWN]!r} is not the name of anything")
+        raise ValueError(f"{str(name)[:_SHOWN]!r} is not a valid name")
 
 
 def _count(number: object) -> int:
@@ -125,7 +125,7 @@ def same_bytes(one: tuple[Path, TensorEntry], other: tuple[Path, TensorEntry]) -
     """Whether two stored tensors are the same, bit by bit.
 
     Args:
-        one: A file and one of its tensors, from :func:`read_header`.
+        one: A file and one of its tensors, from `read_header`.
         other: Another.
 
     Raises:

@@ -58,7 +58,7 @@ class SavableTokenizer(Protocol):
     """A tokenizer that can write the files that describe it."""
 
     def save(self, folder: str | Path) -> None:  # pragma: no cover - protocol
-        """Write the files to lay beside a saved model."""
+        """Write the files that accompany a saved model."""
         ...
 
 
@@ -72,7 +72,7 @@ def _parameters(model: LanguageModel) -> dict[str, torch.Tensor]:
 def _gathered(parameter: DTensor) -> torch.Tensor:
     """The whole parameter on every rank, gathered over one dimension of the mesh after the other.
 
-    ``full_tensor()`` does the same, but warns of it where FSDP and tensor parallelism cut the same
+    `full_tensor()` does the same, but warns of it where FSDP and tensor parallelism cut the same
     dimension.
     """
     placements = list(parameter.placements)
@@ -84,7 +84,7 @@ def _gathered(parameter: DTensor) -> torch.Tensor:
 
 
 class FullModelHFCheckpointer:
-    """Reads the weights to start from and writes the fine-tuned model (Hugging Face folders).
+    """Reads the initial weights and writes the fine-tuned model, as Hugging Face folders.
 
     Attributes:
         checkpoint_dir: The folder to start from; None starts from seeded random weights.
@@ -109,21 +109,20 @@ class FullModelHFCheckpointer:
 
         Args:
             checkpoint_dir: A Hugging Face folder, or None.
-            checkpoint_files: Names of the weight files; by default those that the folder's index
-                names.
-            model_type: For example ``LLAMA3``; only compared with the folder's ``config.json``.
-            output_dir: Where :meth:`save_final` writes ``final/``.
-            adapter_checkpoint: Not available here: only None.
-            recipe_checkpoint: Not available here (resuming has its own folders): only None.
-            resume_from_checkpoint: Not available here: only False.
-            safe_serialization: Only True: pickles are not written.
-            should_load_recipe_state: Not available here: only False.
-            keep_last_n_checkpoints: torchtune's name for the run's ``keep_last_n``; the recipe reads
-                it there.
-            enable_dcp: Not available here (training checkpoints are always distributed): only False.
+            checkpoint_files: Names of the weight files; by default those in the folder's index.
+            model_type: For example `LLAMA3`; only compared with the folder's `config.json`.
+            output_dir: Where `save_final` writes `final/`.
+            adapter_checkpoint: Not supported: must be None.
+            recipe_checkpoint: Not supported (`resume_from_checkpoint` of the run resumes): must be None.
+            resume_from_checkpoint: Not supported: must be False.
+            safe_serialization: Must be True: pickles are not written.
+            should_load_recipe_state: Not supported: must be False.
+            keep_last_n_checkpoints: torchtune's name for the run's `keep_last_n`, read by the recipe.
+            enable_dcp: Not supported (training checkpoints are always distributed): must be False.
 
         Raises:
-            UserError: Arguments are not available (all are named), or the folder is not whole.
+            UserError: Arguments are not supported (the message lists all of them), or the folder is
+                incomplete.
         """
         key = "checkpointer"
         problems = []
@@ -177,9 +176,9 @@ class FullModelHFCheckpointer:
         return json.loads((self.checkpoint_dir / CONFIG_NAME).read_text(encoding="utf-8"))
 
     def keep_stored_output(self, model: LanguageModel) -> None:
-        """Untie a model's output projection where the folder holds one that is not the embedding.
+        """Untie a model's output projection if the folder contains one that differs from the embedding.
 
-        As transformers does, whatever ``config.json`` says. To be called before the model is sharded.
+        As transformers does, also against `config.json`. To be called before the model is sharded.
 
         Args:
             model: The model, on any device; changed in place.
@@ -195,22 +194,22 @@ class FullModelHFCheckpointer:
             and source.has_other_output()
         ):
             log.info(
-                "%s: lm_head.weight is not the embedding: the model keeps it as a weight of its own, though "
+                "%s: lm_head.weight is not the embedding: the model keeps it as a separate weight, although "
                 "its config ties them (tie_word_embeddings)",
                 self.checkpoint_dir,
             )
             model.untie_output()
 
     def source(self, model: LanguageModel, seed: int) -> WeightSource:
-        """Return where the model's first weights come from.
+        """Return the source of the model's initial weights.
 
         Args:
-            model: The model, on any device (``meta`` will do), sharded or not.
-            seed: Seed of the random weights when there is no ``checkpoint_dir``.
+            model: The model, on any device (`meta` is sufficient), sharded or not.
+            seed: Seed of the random weights when there is no `checkpoint_dir`.
 
         Raises:
-            UserError: The folder's weights are not those of this model; among them an output weight of
-                its own for a model that ties it, see :meth:`keep_stored_output`.
+            UserError: The folder's weights do not match this model, for example a separate output weight
+                for a model that ties it, see `keep_stored_output`.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
         if self.checkpoint_dir is None:
@@ -233,16 +232,16 @@ class FullModelHFCheckpointer:
         dtype: torch.dtype | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
     ) -> Path:
-        """Write the model as a Hugging Face folder; every rank has to call this.
+        """Write the model as a Hugging Face folder; collective, every rank must call it.
 
         Args:
             model: The live model; its parameters may be sharded (DTensor).
-            tokenizer: Its files are laid beside the weights; None copies those of
-                ``checkpoint_dir``.
-            folder: Where to write; default ``<output_dir>/final``.
-            dtype: The type to write; default that of the weights in ``checkpoint_dir``, or of the
+            tokenizer: Its files are saved with the weights; None copies those of
+                `checkpoint_dir`.
+            folder: Where to write; default `<output_dir>/final`.
+            dtype: The type to write; default that of the weights in `checkpoint_dir`, or of the
                 model's parameters when it started from random weights.
-            max_file_bytes: Most bytes of weights in a file.
+            max_file_bytes: Maximum bytes of weights per file.
 
         Returns:
             The folder.
@@ -303,7 +302,7 @@ class FullModelHFCheckpointer:
         return self._source
 
     def _final_config(self, model: LanguageModel, dtype: torch.dtype) -> dict[str, Any]:
-        """The source's ``config.json`` (or one made from the model) with the saved type set."""
+        """The source's `config.json` (or one made from the model) with the saved type set."""
         if self.checkpoint_dir is None:
             return hf_config(model, dtype)
         config = self._source_config()

@@ -1,11 +1,10 @@
-"""Writes a model as a Hugging Face folder, from all ranks at once: complete, or not there.
+"""Writes a model as a Hugging Face folder, from all ranks together: complete, or absent.
 
-Tensors are dealt in order to files of limited size, files to ranks. Every rank takes part in the
-gathering of every tensor, but only the owner of its file keeps it, and only until some
-``buffer_bytes`` have come together; then all owners write, each to its own file. So no rank ever
-holds more than that part of the model.
+Tensors are assigned in order to files of limited size, and files to ranks. Every rank takes part in
+gathering every tensor, but only the owner of its file keeps it, until about `buffer_bytes` are buffered;
+then all owners write, each to its own file. So no rank ever holds more than that part of the model.
 
-All files go to a hidden folder beside the final one, which is renamed once everything is on the
+All files are written to a hidden folder next to the final one, which is renamed once everything is on the
 disk.
 """
 
@@ -24,7 +23,7 @@ import torch
 from torchtune_cp.checkpointing.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from torchtune_cp.checkpointing.model_folder import (
     discard_hidden,
-    hidden_place,
+    hidden_path,
     open_hidden,
     put_in_place,
 )
@@ -59,13 +58,13 @@ def plan_files(
     max_file_bytes: int,
     float32_names: Collection[str] = (),
 ) -> list[FilePlan]:
-    """Deal tensors in order to files of at most ``max_file_bytes`` (a larger tensor gets its own).
+    """Deal tensors in order to files of at most `max_file_bytes` (a larger tensor gets its own).
 
     Args:
         shapes: Tensor names and full shapes.
         dtype: The type they are written in.
         max_file_bytes: Most bytes of tensors in a file.
-        float32_names: Tensors that are written as float32 whatever ``dtype`` is.
+        float32_names: Tensors that are always written as float32.
 
     Returns:
         The files, named as Hugging Face's tools name them.
@@ -104,25 +103,25 @@ def _rounds(
 ) -> Iterator[list[tuple[int, str]]]:
     """Cut the work into rounds of (file index, tensor name).
 
-    Within a round every owner collects at most ``buffer_bytes`` (or one tensor) of one file. The
+    Within a round every owner collects at most `buffer_bytes` (or one tensor) of one file. The
     files of different owners advance side by side, so that the owners write at the same time. All
     ranks compute the same rounds.
     """
     queues: dict[int, list[tuple[int, str, int]]] = {owner: [] for owner in owners}
     for index, (plan, owner) in enumerate(zip(plans, owners, strict=True)):
         queues[owner] += [(index, name, plan.bytes_of(name)) for name in plan.shapes]
-    places = dict.fromkeys(queues, 0)
-    while any(places[owner] < len(queue) for owner, queue in queues.items()):
+    positions = dict.fromkeys(queues, 0)
+    while any(positions[owner] < len(queue) for owner, queue in queues.items()):
         taken: list[tuple[int, str]] = []
         for owner, queue in queues.items():
             room = buffer_bytes
-            while places[owner] < len(queue):
-                index, name, num_bytes = queue[places[owner]]
+            while positions[owner] < len(queue):
+                index, name, num_bytes = queue[positions[owner]]
                 if room < buffer_bytes and num_bytes > room:
                     break
                 taken.append((index, name))
                 room -= num_bytes
-                places[owner] += 1
+                positions[owner] += 1
         yield taken
 
 
@@ -139,33 +138,32 @@ def save_hf_folder(
     buffer_bytes: int = BUFFER_BYTES,
     rank_sync: RankSync | None = None,
 ) -> None:
-    """Write a Hugging Face model folder; every rank has to call this with the same arguments.
+    """Write a Hugging Face model folder; collective, every rank must call it with the same arguments.
 
     Args:
         shapes: Hugging Face's tensor names and full shapes, in the order of the files.
         get_full: Gives a whole tensor by that name, on any device. Called on every rank in the same
             order (it may be a collective); ranks that do not own the tensor's file drop the result.
         folder: The final folder. The files of an earlier model there are replaced, others stay.
-        config: Content of ``config.json``.
+        config: Content of `config.json`.
         dtype: The type to write.
-        float32_names: Tensors that are written as float32 whatever ``dtype`` is. They come first in
-            ``shapes``, so that no shorter type before them leaves them at an odd place in the file.
+        float32_names: Tensors that are always written as float32. They come first in
+            `shapes`, so that no shorter type before them leaves them at an odd place in the file.
         extra_files: Files and folders to copy under their own names (tokenizer,
-            ``generation_config.json``); read on rank 0 only.
+            `generation_config.json`); read on rank 0 only.
         max_file_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
         buffer_bytes: Most bytes of tensors that a rank holds (one tensor, if that is larger).
         rank_sync: Where the ranks wait for each other; made and closed here if None.
 
     Raises:
         UserError: The folder cannot be written (disk full, no permission), on every rank; or
-        ``dtype``
-            is not a type of weights.
+            `dtype` is not a type of weights.
     """
     if dtype not in WEIGHT_DTYPES:
         raise UserError(f"weights cannot be saved as {dtype}; choose fp32, bf16 or fp16")
     own_sync = rank_sync is None
     rank_sync = rank_sync or RankSync()
-    # Not beside a link, but beside what it leads to: a rename stays on one disk.
+    # Next to the target of a link, not next to the link: a rename must stay on one disk.
     final = Path(os.path.realpath(expand_home(folder)))
     try:
         _save(
@@ -203,7 +201,7 @@ def _save(
     buffer_bytes: int,
     rank_sync: RankSync,
 ) -> None:
-    temporary, writers = hidden_place(final), _open_temporary(final, rank_sync)
+    temporary, writers = hidden_path(final), _open_temporary(final, rank_sync)
     plans = plan_files(shapes, dtype, max_file_bytes, float32_names)
     owners = [writers[index % len(writers)] for index in range(len(plans))]
     for taken in _rounds(plans, owners, buffer_bytes):
@@ -259,7 +257,7 @@ def _open_temporary(final: Path, rank_sync: RankSync) -> list[int]:
         except OSError as caught:
             error = caught
     rank_sync.raise_together(error)
-    sees = rank_sync.rank == 0 or hidden_place(final).is_dir()
+    sees = rank_sync.rank == 0 or hidden_path(final).is_dir()
     return [rank for rank, note in enumerate(rank_sync.gather("yes" if sees else None)) if note]
 
 

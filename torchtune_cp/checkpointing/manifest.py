@@ -1,8 +1,8 @@
-"""``checkpoint.json``: what a training checkpoint holds, and how to tell that it is whole.
+"""`checkpoint.json`: the content of a training checkpoint, and how to verify that it is intact.
 
 It is the last file written, and it carries the size and the checksum of every other one and a
 checksum of its own content. Nothing in it is trusted further than those: it is plain JSON, and a
-file that it names must lie directly in its folder.
+file that it names must be directly in its folder.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _MAX_SHOWN = 80
 
 
 class WrongStep(UserError):
-    """A checkpoint of another step than its folder's name says: it was renamed, or is a link."""
+    """A checkpoint of another step than that in its folder's name: it was renamed, or is a link."""
 
 
 def new_checksum() -> Any:
@@ -42,7 +42,7 @@ def new_checksum() -> Any:
 
     Of the standard library's cryptographic hashes it is the fastest where the processor has SHA
     instructions (nearly all hosts of GPUs: 1.8 GB/s on one core against 0.95 GB/s of BLAKE2b), and
-    ``sha256sum FILE`` prints the same figure. A CRC would be faster, but of 32 bits: too few to tell
+    `sha256sum FILE` prints the same figure. A CRC would be faster, but of 32 bits: too few to distinguish
     terabytes apart.
     """
     return hashlib.sha256()
@@ -65,16 +65,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``checkpoint.json`` says.
+    """The content of `checkpoint.json`.
 
     Attributes:
         folder: Where it was read.
         step: Optimizer steps done.
         files: Every other file of the checkpoint.
         tensors: The table of shards, not looked at yet: see
-            :func:`torchtune_cp.checkpointing.shard_table.read_stored_tensors`.
-        state: What the writer of the checkpoint put in: plain JSON values.
-        checksum: Of the content, in hexadecimal: tells two checkpoints of one step apart.
+            `torchtune_cp.checkpointing.shard_table.read_stored_tensors`.
+        state: The state given by the writer of the checkpoint: plain JSON values.
+        checksum: Of the content, in hexadecimal: distinguishes two checkpoints of one step.
     """
 
     folder: Path
@@ -107,13 +107,13 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def check_plain(state: Mapping[str, Any]) -> None:
-    """Refuse what JSON would not give back as it was: tuples, tensors, keys that are not strings.
+    """Refuse what JSON does not preserve: tuples, tensors, keys that are not strings.
 
     Args:
         state: The values to store.
 
     Raises:
-        TypeError: Something in it would be lost.
+        TypeError: It contains a value that would be lost.
     """
     if json.loads(json.dumps(state)) != state:
         # NaN is the one plain value that differs from itself.
@@ -139,7 +139,7 @@ def manifest_text(
     tensors: Mapping[str, Any],
     state: Mapping[str, Any],
 ) -> str:
-    """Return the text of ``checkpoint.json``.
+    """Return the text of `checkpoint.json`.
 
     Args:
         step: Optimizer steps done.
@@ -176,11 +176,11 @@ def _require_regular(path: Path) -> int:
 
 
 def check_size(folder: Path, file: FileRecord) -> None:
-    """Check that a file of a checkpoint is there, a regular file and as long as it should be.
+    """Check that a file of a checkpoint exists, is a regular file and has the right size.
 
     Args:
         folder: The checkpoint.
-        file: What its manifest says.
+        file: The entry in the manifest.
 
     Raises:
         UserError: It is not; the message begins with the file's name.
@@ -195,7 +195,7 @@ def check_file(folder: Path, file: FileRecord) -> None:
 
     Args:
         folder: The checkpoint.
-        file: What its manifest says.
+        file: The entry in the manifest.
 
     Raises:
         UserError: The file is missing, of another length or damaged; the message begins with its
@@ -252,7 +252,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], str]:
     if version < FORMAT_VERSION:
         raise UserError(
             f"format_version is {version}, which this version of torchtune_cp no longer reads: finish"
-            " the run with the version that wrote it, or begin a new one from its final/"
+            " the run with the version that wrote it, or start a new one from its final/"
         )
     content = whole.get("content")
     checksum = whole.get("content_sha256")
@@ -268,7 +268,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a checkpoint's ``checkpoint.json``; opens no other file.
+    """Read and check a checkpoint's `checkpoint.json`; opens no other file.
 
     Args:
         folder: The checkpoint.
@@ -288,13 +288,13 @@ def read_manifest(folder: Path) -> Manifest:
         if not isinstance(files, dict):
             raise UserError("it lists no files")
         if not isinstance(tensors, dict):
-            raise UserError("it has no table of shards")
+            raise UserError("it has no shard table")
         if not isinstance(state, dict):
             raise UserError("it holds no state")
         named = _NAMED_STEP.match(folder.name)
         if named is not None and int(named[1]) != step:
             raise WrongStep(
-                f"it is of step {step}, and not of step {int(named[1])} as the folder's name says:"
+                f"it is of step {step}, not of step {int(named[1])} as in the folder's name:"
                 f" rename the folder to step_{step}"
             )
         records = tuple(_record(name, entry) for name, entry in files.items())
@@ -305,7 +305,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_misnamed(folder: Path) -> bool:
-    """Whether a checkpoint is of another step than its name says; of one that cannot be read the name counts.
+    """Whether a checkpoint is of another step than its name; for an unreadable one the name is used.
 
     Args:
         folder: The checkpoint.

@@ -1,7 +1,7 @@
-"""Puts a finished model folder in the place of an earlier one; what no run writes stays where it is.
+"""Replaces an earlier model folder by a finished one; files that no run writes are kept.
 
-A user may have laid files of their own beside a saved model. Only the files of the earlier model are
-replaced, and the folder is complete under its name at every moment but the one between two renames.
+A user may have added files to the folder of a saved model. Only the files of the earlier model are
+replaced, and the folder is complete under its name except in the moment between two renames.
 """
 
 import errno
@@ -30,9 +30,9 @@ def open_hidden(final: Path) -> None:
         final: The folder's final place.
 
     Raises:
-        OSError: It cannot be made, or something else than a folder stands at the final place.
+        OSError: It cannot be created, or the final path is not a folder.
     """
-    temporary, replaced = hidden_place(final), _replaced(final)
+    temporary, replaced = hidden_path(final), _replaced(final)
     if os.path.lexists(replaced):
         if os.path.lexists(final):
             _return_others(replaced, final)
@@ -50,7 +50,7 @@ def discard_hidden(final: Path) -> None:
     Raises:
         OSError: It cannot be deleted.
     """
-    temporary = hidden_place(final)
+    temporary = hidden_path(final)
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     else:
@@ -58,7 +58,7 @@ def discard_hidden(final: Path) -> None:
 
 
 def put_in_place(final: Path) -> None:
-    """Give the hidden folder its final name; of an earlier one only what no run writes is kept, in it.
+    """Give the hidden folder its final name; it takes over the user's files from an earlier folder.
 
     Args:
         final: The final place.
@@ -67,13 +67,13 @@ def put_in_place(final: Path) -> None:
         OSError: A rename failed.
     """
     replaced = _replaced(final)
-    rename_into_place(hidden_place(final), final, replaced)
+    rename_into_place(hidden_path(final), final, replaced)
     if replaced.exists():
         _return_others(replaced, final)
 
 
-def hidden_place(final: Path) -> Path:
-    """Return the hidden folder in which the model for ``final`` is written.
+def hidden_path(final: Path) -> Path:
+    """Return the hidden folder in which the model for `final` is written.
 
     Args:
         final: The folder's final place.
@@ -96,10 +96,10 @@ def _return_others(replaced: Path, final: Path) -> None:
         elif not os.path.lexists(final / path.name):
             path.rename(final / path.name)
         elif is_file:
-            path.unlink()  # a file of a tokenizer of the user's own: the new model has one, too
+            path.unlink()  # a file of a tokenizer of the user: the new model has one, too
     if not any(replaced.iterdir()):
         replaced.rmdir()
         return
     aside = first_free(lambda number: final.with_name(f"{final.name}.earlier_{number}"))
     replaced.rename(aside)
-    _LOG.warning("%s holds what stood under names that the new %s needs", aside, final)
+    _LOG.warning("%s contains files that had the names of files of the new %s", aside, final)

@@ -22,7 +22,7 @@ def to_plain(value: Any) -> Any:
     """Turn nested containers of numbers, strings and zero-dimensional tensors into plain JSON.
 
     Args:
-        value: What a ``state_dict`` holds besides its large tensors.
+        value: What a `state_dict` holds besides its large tensors.
 
     Raises:
         TypeError: A value of another type, which is named.
@@ -45,7 +45,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain_like(value: Any, like: Any, name: str) -> Any:
-    """Undo :func:`to_plain` for a value that is to take another one's place.
+    """Undo `to_plain` for a value that is to take another one's place.
 
     Args:
         value: From a file.
@@ -84,10 +84,10 @@ def _same_kind(value: Any, like: Any) -> bool:
 
 
 def from_plain(value: Any) -> Any:
-    """Undo :func:`to_plain`; tensors come back on the CPU.
+    """Undo `to_plain`; tensors are returned on the CPU.
 
     Raises:
-        ValueError: What :func:`to_plain` does not write.
+        ValueError: What `to_plain` does not write.
     """
     if isinstance(value, list):
         return [from_plain(item) for item in value]

@@ -2,7 +2,7 @@
 
 Saving is the one place where a rank may be busy for minutes while the others wait. A wait inside
 the training's process group would run into its time-out (NCCL's watchdog then kills the job); so
-the ranks meet over a gloo group of their own. A rank that dies ends the wait at once all the same:
+the ranks use a separate gloo group. A rank that dies still ends the wait immediately:
 its connection closes.
 """
 
@@ -20,7 +20,7 @@ class RankSync:
     """A meeting point of all ranks for the time of a save; with one process it does nothing."""
 
     def __init__(self) -> None:
-        """Make the group; every rank has to call this."""
+        """Make the group; collective, every rank must call it."""
         self.rank = 0
         self.world_size = 1
         self._group: dist.ProcessGroup | None = None
@@ -39,7 +39,7 @@ class RankSync:
         """Wait for every rank and return every rank's note, in the order of ranks.
 
         Args:
-            note: What this rank has to say (picklable).
+            note: Object sent by this rank (picklable).
         """
         notes = [note] * self.world_size
         if self._group is not None:
@@ -64,7 +64,7 @@ class RankSync:
                 raise RemoteError(f"rank {rank}: {note}")
 
     def close(self) -> None:
-        """Give the group back; every rank has to call this."""
+        """Destroy the group; collective, every rank must call it."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

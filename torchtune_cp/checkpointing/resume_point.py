@@ -1,4 +1,4 @@
-"""Where a run continues: the newest checkpoint that is whole, or the weights of a folder."""
+"""Where a run continues: the newest intact checkpoint, or the weights of a folder."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ResumePoint:
 
     Attributes:
         path: The checkpoint, verified; or a Hugging Face folder.
-        manifest: What ``checkpoint.json`` says; None for a Hugging Face folder.
-        is_own: Whether it is a checkpoint in the run's own folder: the run goes on with itself.
+        manifest: Content of `checkpoint.json`; None for a Hugging Face folder.
+        is_own: Whether it is a checkpoint in the run's own folder: the run continues itself.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What rank 0 has found, newest first; ``weights`` when it is a Hugging Face folder."""
+    """What rank 0 has found, newest first; `weights` when it is a Hugging Face folder."""
 
     paths: tuple[Path, ...]
     weights: bool = False
@@ -62,11 +62,11 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Find what to continue from: rank 0 looks, all ranks verify and follow.
 
-    A checkpoint that is damaged is skipped for the next older one, and a line says why. After a
-    restart by torchrun the run's own newest checkpoint goes first, whatever the config says.
+    A checkpoint that is damaged is skipped for the next older one, and a line gives the reason. After a
+    restart by torchrun the run's own newest checkpoint takes precedence over the config.
 
     Args:
-        resume_from_checkpoint: True for the newest checkpoint of ``own``, a path (see the config key),
+        resume_from_checkpoint: True for the newest checkpoint of `own`, a path (see the config key),
             or False.
         own: The run's own folder of checkpoints.
         rank_sync: Where the ranks wait for each other.
@@ -91,8 +91,8 @@ def find_resume_point(
     if candidates.weights:
         (path,) = candidates.paths
         _LOG.warning(
-            "%s holds weights only: the optimizer, the schedule, the step count and the place in the"
-            " data start anew",
+            "%s holds weights only: the optimizer, the schedule, the step count and the position in the"
+            " data start from the beginning",
             path,
         )
         return ResumePoint(path, None)
@@ -109,20 +109,20 @@ def find_resume_point(
         is_own = path.parent.resolve() == own.resolve()
         _LOG.info("%scontinuing from %s (step %d)", why, path, manifest.step)
         if is_own:
-            _say_whose(manifest, own.parent)
+            _log_origin(manifest, own.parent)
         return ResumePoint(path, manifest, is_own)
     if problems:
         raise UserError(
-            f"resume_from_checkpoint: no checkpoint to continue from is whole: {'; '.join(problems)};"
-            " resume_from_checkpoint=false overwrite=true starts anew"
+            f"resume_from_checkpoint: no checkpoint to continue from is intact: {'; '.join(problems)};"
+            " resume_from_checkpoint=false overwrite=true starts a new run"
         )
     if resume_from_checkpoint or restarts:
         _LOG.info("%sno checkpoint in %s yet: starting from the beginning", why, own)
     return None
 
 
-def _say_whose(manifest: Manifest, output_dir: Path) -> None:
-    """Say so when a checkpoint in a run's folder was saved by a run with another folder."""
+def _log_origin(manifest: Manifest, output_dir: Path) -> None:
+    """Log when a checkpoint in a run's folder was saved by a run with another folder."""
     config = manifest.state.get("config")
     saved = config.get("output_dir") if isinstance(config, Mapping) else None
     if isinstance(saved, str) and expand_home(saved).resolve() != output_dir.resolve():
@@ -149,7 +149,7 @@ def _candidates(resume_from: bool | str, own: Path, *, restarted: bool) -> _Cand
     if not given.is_dir():
         raise UserError(f"{given} is not a folder; give {_FORMS}")
     if given.name.startswith(".step_"):
-        raise UserError(f"{given} is a save that was never completed; give {_FORMS}")
+        raise UserError(f"{given} is an incomplete save; give {_FORMS}")
     if (given / MANIFEST_NAME).exists():
         return _Candidates((given,))
     for folder in (given, given / CHECKPOINTS_NAME):
@@ -171,7 +171,7 @@ def _mind_others(folder: Path, paths: list[Path]) -> None:
     hint = "rename a checkpoint to step_N, or give its path, to continue from it"
     if not paths:
         raise UserError(f"{folder} holds no step_N, only {names}: {hint}")
-    _LOG.warning("passed over %s in %s: %s", names, folder, hint)
+    _LOG.warning("skipped %s in %s: %s", names, folder, hint)
 
 
 def not_continued(own: Path, found: ResumePoint | None, *, restarted: bool) -> list[Path]:

@@ -16,7 +16,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
     """Read the generators of Python, NumPy, torch and, where there is one, this rank's CUDA device.
 
     Returns:
-        ``python`` float64 [626], ``numpy`` float64 [627], ``cpu`` and ``cuda`` uint8. The integers of
+        `python` float64 [626], `numpy` float64 [627], `cpu` and `cuda` uint8. The integers of
         the first two are below 2**32, so float64 holds them exactly.
     """
     _, words, gauss = random.getstate()
@@ -34,7 +34,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Continue the generators where :func:`get_rng_state` read them.
+    """Continue the generators where `get_rng_state` read them.
 
     Args:
         states: What it returned; a generator that is not named is left as it is.
@@ -46,7 +46,7 @@ def set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
         _set(states)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"the checkpoint's random numbers cannot be continued: {reason}") from error
+        raise UserError(f"the checkpoint's random state cannot be restored: {reason}") from error
 
 
 def _set(states: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Writing safetensors files a tensor at a time: the library's own writer wants a whole file in memory."""
+"""Writes safetensors files one tensor at a time: the library's writer needs a whole file in memory."""
 
 import json
 import struct
@@ -55,5 +55,5 @@ def header_bytes(
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes; a copy only of one that is on a GPU or not contiguous."""
-    # numpy has no bfloat16: hand over the bytes.
+    # numpy has no bfloat16: pass the bytes.
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

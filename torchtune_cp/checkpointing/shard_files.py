@@ -1,12 +1,12 @@
 """Tensor shards in safetensors files, for torch.distributed.checkpoint's planners.
 
 Each rank writes one file. Which rank writes which replica, and which slices a rank needs on another
-mesh, is decided by torch's planners; here are only the bytes. torch's own
-``HuggingFaceStorageWriter`` builds a rank's whole file in memory, twice, before it writes the first
-byte, and its reader takes every ``*.safetensors`` of the folder and casts to whatever type is asked
-for; so this writer streams, and this reader opens only the files that the checkpoint's table of shards
-names (:mod:`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as
-they write it (``DCP_SHARDING_INFO``), so torch's tools read these files too.
+mesh, is decided by torch's planners; this module only reads and writes the bytes. torch's own
+`HuggingFaceStorageWriter` builds a rank's whole file in memory, twice, before it writes the first
+byte, and its reader takes every `*.safetensors` of the folder and casts to the requested type; so this writer
+streams, and this reader opens only the files that the checkpoint's table of shards names
+(`torchtune_cp.checkpointing.shard_table`). The header repeats its part of the table as they write it
+(`DCP_SHARDING_INFO`), so torch's tools read these files too.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from torchtune_cp.errors import UserError
 
 
 def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors whose bytes alone do not say what they are.
+    """Refuse tensors that are not fully described by their bytes.
 
     Args:
         tensors: Name to tensor or DTensor.
@@ -62,10 +62,12 @@ def check_savable(tensors: Mapping[str, torch.Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise UserError(f"{name} is a sum not yet taken, which a checkpoint cannot hold")
+            raise UserError(f"{name} is a partial sum, which a checkpoint cannot contain")
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if type(local) not in (torch.Tensor, torch.nn.Parameter):
-            raise UserError(f"{name} is a {type(local).__name__}, which a checkpoint cannot hold")
+            raise UserError(
+                f"{name} is a {type(local).__name__}, which a checkpoint cannot contain"
+            )
         if local.dtype not in DTYPE_NAMES or local.is_meta or local.layout != torch.strided:
             raise UserError(
                 f"{name} is a {local.layout} tensor of {local.dtype} on {local.device}, which a "
@@ -166,7 +168,7 @@ class ShardWriter(StorageWriter):
         """Keep where every shard will be; leave the plans as they are.
 
         Args:
-            plans: By rank, replicas dealt out.
+            plans: By rank, with replicas assigned.
         """
         self.table = shard_table({_file_name(rank): plan.items for rank, plan in enumerate(plans)})
         return plans
@@ -186,7 +188,7 @@ class ShardWriter(StorageWriter):
             items = sorted(plan.items, key=lambda item: -_dtype(item).itemsize)
             try:
                 self.record = self._write_file(items, planner)
-            except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+            except Exception as error:  # noqa: BLE001 - the caller reports it to all ranks
                 self.error = error
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -215,7 +217,7 @@ class ShardWriter(StorageWriter):
             if tuple(tensor.shape) != _sizes(item) or tensor.dtype != _dtype(item):
                 raise RuntimeError(
                     f"{item.index.fqn}: the shard has shape {list(tensor.shape)} and "
-                    f"{tensor.dtype}, its placements say {list(_sizes(item))} and {_dtype(item)}"
+                    f"{tensor.dtype}, its placements give {list(_sizes(item))} and {_dtype(item)}"
                 )
             if tensor.numel():
                 yield tensor_bytes(tensor)
@@ -238,14 +240,14 @@ class ShardReader(StorageReader):
     """Reads the slices that a plan asks for, each on its own.
 
     Attributes:
-        error: What went wrong while reading; kept for the reason that :class:`ShardWriter` gives.
+        error: What went wrong while reading; kept for the reason that `ShardWriter` gives.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Keep where everything is.
 
         Args:
-            tensors: What :func:`torchtune_cp.checkpointing.shard_table.read_stored_tensors` found.
+            tensors: What `torchtune_cp.checkpointing.shard_table.read_stored_tensors` found.
         """
         self.error: Exception | None = None
         self._tensors = tensors
@@ -301,7 +303,7 @@ class ShardReader(StorageReader):
         """
         try:
             self._read(plan, planner)
-        except Exception as error:  # noqa: BLE001 - the caller makes it known to all ranks
+        except Exception as error:  # noqa: BLE001 - the caller reports it to all ranks
             self.error = error
         done: Future[None] = Future()
         done.set_result(None)
@@ -326,11 +328,13 @@ class ShardReader(StorageReader):
                 ) from error
 
     def _check_shard(self, file: Any, name: str, path: Path) -> None:
-        """Refuse a file with another shard than the table says: copying would stretch or cast it."""
+        """Refuse a file whose shard differs from the shard table: copying would stretch or cast it."""
         part = file.get_slice(name)
         expected = (self._sizes[name, path], DTYPE_NAMES[self._tensors[name].dtype])
         if (tuple(part.get_shape()), part.get_dtype()) != expected:
-            raise UserError(f"{path.name} holds another shard of {shown(name)} than the table says")
+            raise UserError(
+                f"{path.name} holds another shard of {shown(name)} than the shard table specifies"
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

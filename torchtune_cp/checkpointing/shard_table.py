@@ -1,7 +1,7 @@
-"""The table of a checkpoint's shards: which part of which tensor is in which file.
+"""The shard table of a checkpoint: which part of which tensor is in which file.
 
-It is part of ``checkpoint.json``, so its checksum covers it and no other file has to be opened to
-know what a checkpoint holds.
+It is part of `checkpoint.json`, so its checksum covers it and no other file must be opened to determine its
+contents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,13 @@ class StoredTensor:
 
 
 def shard_table(plans: Mapping[str, Sequence[WriteItem]]) -> dict[str, Any]:
-    """Return the table as plain JSON values: name to ``{"dtype", "shape", "shards"}``.
+    """Return the table as plain JSON values: name to `{"dtype", "shape", "shards"}`.
 
     Args:
         plans: What each file will hold, by its name.
 
     Returns:
-        A shard is ``[file, first index by dimension, size by dimension]``.
+        A shard is `[file, first index by dimension, size by dimension]`.
     """
     table: dict[str, Any] = {}
     for file, items in plans.items():
@@ -97,11 +97,11 @@ def _tensor(name: str, entry: object, paths: Mapping[str, Path]) -> StoredTensor
     dtype, shape = fields.get("dtype"), _indices(fields.get("shape"))
     shards = fields.get("shards")
     if not isinstance(dtype, str) or dtype not in _DTYPES or shape is None or not shards:
-        raise UserError(f"the table of shards does not say what {shown(name)} is")
+        raise UserError(f"the shard table does not describe {shown(name)} is")
     chunks = [_chunk(shard, shape, paths) for shard in shards] if isinstance(shards, list) else []
     found = [chunk for chunk in chunks if chunk is not None]
     if len(found) != len(shards) or len({chunk.path for chunk in found}) != len(found):
-        raise UserError(f"the table of shards does not say where {shown(name)} is")
+        raise UserError(f"the shard table has no location for {shown(name)} is")
     tensor = StoredTensor(shape, _DTYPES[dtype], found)
     _check_whole(name, tensor)
     return tensor

@@ -1,6 +1,6 @@
-"""Where a model's first weights come from: a Hugging Face folder, or seeded random numbers.
+"""Sources of a model's initial weights: a Hugging Face folder, or seeded random numbers.
 
-A source hands out slices, so that every rank reads only what it keeps.
+A source returns slices, so that every rank reads only what it keeps.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Anything that can hand out a slice of a model's parameter."""
+    """Anything that can return a slice of a model's parameter."""
 
     def read(
         self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:  # pragma: no cover - protocol
-        """Return ``parameter[offsets[0] : offsets[0] + shape[0], ...]`` on the CPU.
+        """Return `parameter[offsets[0] : offsets[0] + shape[0], ...]` on the CPU.
 
         Args:
             name: The parameter's name in this package's models.
@@ -70,7 +70,7 @@ class HFFolderSource:
         Args:
             checkpoint_dir: The folder.
             to_hf_name: Gives the name in the files for a name in the model.
-            checkpoint_files: See :func:`~torchtune_cp.checkpointing.folder.check_folder`.
+            checkpoint_files: See `check_folder`.
 
         Raises:
             UserError: The folder is not whole.
@@ -128,7 +128,7 @@ class HFFolderSource:
             shape: Size of the slice in every dimension.
 
         Raises:
-            UserError: The tensor is missing, quantised, or the slice does not lie within it.
+            UserError: The tensor is missing, quantised, or the slice exceeds it.
         """
         hf_name, path, entry = self._find(name)
         ends = tuple(first + size for first, size in zip(offsets, shape, strict=True))
@@ -208,9 +208,9 @@ class HFFolderSource:
         is_ignored: Callable[[str], bool] = lambda name: False,
         is_read: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Compare the files with the model; report every difference at once.
+        """Compare the files with the model; report all differences together.
 
-        Ignored, with a line in the log, are ``rotary_emb.inv_freq`` (computed here, stored by old files)
+        Ignored, with a line in the log, are `rotary_emb.inv_freq` (computed here, stored by old files)
         and, where the model ties its output to the embedding, a stored copy of that.
 
         Args:
@@ -257,7 +257,7 @@ class HFFolderSource:
         ]
         if problems:
             raise UserError(
-                f"the weights in {self.checkpoint_dir} are not those of the model: "
+                f"the weights in {self.checkpoint_dir} do not match the model: "
                 f"{'; '.join(problems)}"
             )
         if ignored:
@@ -272,15 +272,15 @@ class HFFolderSource:
 
 
 def _grouped(names: Sequence[str]) -> str:
-    """Names with the number of a layer left out, and how often each stands there."""
+    """Names without their layer number, with the number of occurrences."""
     counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items())
 
 
 class RandomSource:
-    """Random weights that depend on the seed and the parameter's name, and on nothing else.
+    """Random weights that depend on the seed and the parameter's name, only.
 
-    Every parameter is generated whole on the CPU with a generator of its own and then cut, so every
+    Every parameter is generated whole on the CPU with a separate generator and then cut, so every
     mesh, rank and order of reading starts from the same model. The last one is kept: a parameter
     cut along several dimensions is read in several slices.
     """
@@ -296,7 +296,7 @@ class RandomSource:
         Args:
             seed: The run's seed.
             shapes: Parameter names and full shapes.
-            init: Fills a tensor in place: ``init(name, tensor, generator)``.
+            init: Fills a tensor in place: `init(name, tensor, generator)`.
         """
         self.seed = seed
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}

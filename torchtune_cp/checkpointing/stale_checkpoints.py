@@ -1,9 +1,9 @@
-"""Keeps checkpoints of an earlier run in the same folder from passing for those of this one.
+"""Separates checkpoints of an earlier run in the same folder from those of this one.
 
-A new run in a used ``output_dir`` counts from step 0, and the newest folder there is not its own.
+A new run in a used `output_dir` counts from step 0, and the newest folder there is not its own.
 Nothing of an earlier run is ever deleted: its checkpoints stay where they are until this run saves
-its first one (a run started by mistake harms nothing), and are then moved to a folder beside it.
-Until then their names stand in a small file, so that a restart after a crash can tell them apart.
+its first one (a run started by mistake harms nothing), and are then moved to a sibling folder.
+Until then a small file lists their names, so that a restart after a crash can distinguish them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def step_of(folder: Path) -> int:
 
 
 def noted_stale(own: Path) -> set[str]:
-    """Return the names that :func:`note_stale` has noted.
+    """Return the names that `note_stale` has noted.
 
     Args:
         own: The run's folder of checkpoints.
@@ -61,7 +61,7 @@ def set_aside(own: Path, folders: Sequence[Path]) -> None:
 
     Args:
         own: The run's folder of checkpoints.
-        folders: Those to move; which are gone already are passed over.
+        folders: Those to move; missing ones are skipped.
 
     Raises:
         OSError: They cannot be moved.

@@ -1,7 +1,7 @@
-"""A run's checkpoints: saved beside the training or in line with it, pruned, found again.
+"""A run's checkpoints: saved asynchronously or synchronously, pruned, and found again.
 
-One code path writes them. With ``asynchronous`` the shards are first copied to host buffers, which
-are kept from save to save, and a thread then does what the training would otherwise wait for.
+One code path writes them. With `asynchronous` the shards are first copied to host buffers, which
+are kept from save to save, and a thread then writes them while training continues.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainingCheckpoints:
-    """Saves a run's state under ``output_dir/checkpoints/step_N``; every rank makes the same calls.
+    """Saves a run's state under `output_dir/checkpoints/step_N`; every rank makes the same calls.
 
     At most one save is in flight: the next one waits for it. A save that failed is never passed over:
-    its error comes out of the next call of any method here, at the latest of :meth:`close`.
+    its error is raised by the next call of any method here, at the latest of `close`.
 
     Attributes:
-        folder: Where they lie.
+        folder: The folder that contains them.
         last_saved: The step of the last save that is known to be complete; None before.
     """
 
@@ -68,10 +68,10 @@ class TrainingCheckpoints:
         Args:
             output_dir: The run's folder.
             asynchronous: Write in the background, from a copy in host memory.
-            keep_last_n: Delete all but so many of the newest checkpoints, once a new one is complete;
+            keep_last_n: Keep only this number of the newest checkpoints, once a new one is complete;
                 None keeps all.
             keep_best: Also keep the one with the lowest validation loss.
-            on_save_error: ``raise`` ends the run when a save fails, ``continue`` logs it.
+            on_save_error: `raise` ends the run when a save fails, `continue` logs it.
         """
         assert on_save_error in ("raise", "continue"), on_save_error
         self.folder = expand_home(output_dir) / CHECKPOINTS_NAME
@@ -102,7 +102,7 @@ class TrainingCheckpoints:
         """Decide where the run starts; half-written saves of killed runs are deleted.
 
         Complete checkpoints of the run's folder that it does not continue (those of an earlier run, or
-        later than the one it resumes from) are moved to a folder beside it at the first save, so that
+        later than the one it resumes from) are moved to a sibling folder at the first save, so that
         the newest one is always of this run.
 
         Args:
@@ -135,11 +135,11 @@ class TrainingCheckpoints:
         return found
 
     def load(self, found: ResumePoint, tensors: dict[str, Tensor]) -> None:
-        """Read a checkpoint's tensors into ``tensors``, in place, whatever mesh they lie on.
+        """Read a checkpoint's tensors into `tensors`, in place, on any mesh.
 
         Args:
             found: Of a training checkpoint.
-            tensors: From :meth:`TrainingState.tensors` or by its names.
+            tensors: From `TrainingState.tensors` or by its names.
 
         Raises:
             UserError: Names, shapes or types are not those of the checkpoint.
@@ -154,7 +154,7 @@ class TrainingCheckpoints:
         record: Mapping[str, Any],
         val_loss: float | None = None,
     ) -> None:
-        """Save everything at a step boundary; with ``asynchronous`` returns once it is copied.
+        """Save everything at a step boundary; with `asynchronous` returns once it is copied.
 
         Args:
             state: What to save.
@@ -163,8 +163,8 @@ class TrainingCheckpoints:
             val_loss: Of the validation at this step, if there was one.
 
         Raises:
-            UserError: This save, or with ``asynchronous`` the one before, failed and
-                ``on_save_error`` is ``raise``.
+            UserError: This save, or with `asynchronous` the one before, failed and
+                `on_save_error` is `raise`.
         """
         self.wait()
         started = time.monotonic()
@@ -194,7 +194,7 @@ class TrainingCheckpoints:
         """Let an error of a finished background save out; does not wait.
 
         Raises:
-            UserError: The save failed and ``on_save_error`` is ``raise``.
+            UserError: The save failed and `on_save_error` is `raise`.
         """
         if self._pending is not None and self._pending[1].done():
             self.wait()
@@ -203,7 +203,7 @@ class TrainingCheckpoints:
         """Wait until no save is in flight.
 
         Raises:
-            UserError: It failed and ``on_save_error`` is ``raise``.
+            UserError: It failed and `on_save_error` is `raise`.
         """
         if self._pending is None:
             return
@@ -218,7 +218,7 @@ class TrainingCheckpoints:
         """Wait for the last save and give the group back.
 
         Raises:
-            UserError: The save failed and ``on_save_error`` is ``raise``.
+            UserError: The save failed and `on_save_error` is `raise`.
         """
         self.wait()
         if self._executor is not None:
@@ -240,7 +240,9 @@ class TrainingCheckpoints:
     def _set_others_aside(self, next_one: Path) -> None:
         error: OSError | None = None
         if self._rank_sync.rank == 0 and next_one.exists() and is_misnamed(next_one):
-            self._others.append(next_one)  # renamed while the run went on: it must not be replaced
+            self._others.append(
+                next_one
+            )  # renamed while the run continued: it must not be replaced
         if self._others:  # rank 0 only
             try:
                 set_aside(self.folder, self._others)
@@ -269,10 +271,10 @@ class TrainingCheckpoints:
     def _failed(self, step: int, error: Exception) -> None:
         what = f"could not save checkpoint step_{step} in {self.folder}: {error}"
         if self._raises:
-            raise UserError(f"{what}; on_save_error=continue would go on without it") from error
+            raise UserError(f"{what}; on_save_error=continue would continue without it") from error
         # A failure on one rank is one on all, and rank 0 knows its cause: it is said once.
         level = logging.ERROR if self._rank_sync.rank == 0 else logging.DEBUG
-        _LOG.log(level, "%s; going on without it (on_save_error=continue)", what)
+        _LOG.log(level, "%s; continuing without it (on_save_error=continue)", what)
 
     def _raise_first(self, problem: str | None) -> None:
         for note in self._rank_sync.gather(problem):

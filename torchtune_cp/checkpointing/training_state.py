@@ -1,4 +1,4 @@
-"""What a run is made of at a step boundary, taken apart into tensors and plain JSON, and put back."""
+"""The state of a run at a step boundary, split into tensors and plain JSON, and restored from them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class TrainingState:
         """Every tensor of this rank, not copied: what is written in place changes the run.
 
         Returns:
-            ``model.<name>`` and ``optimizer.state.<name>.<key>``, sharded as the run shards them
-            (DTensor) or whole and the same on every rank; ``rng.<rank>.<generator>``, this rank's
-            alone; ``rank.<rank>.optimizer...``, this rank's parts of packed optimizer states.
+            `model.<name>` and `optimizer.state.<name>.<key>`, sharded as the run shards them
+            (DTensor) or whole and the same on every rank; `rng.<rank>.<generator>`, this rank's
+            alone; `rank.<rank>.optimizer...`, this rank's parts of packed optimizer states.
         """
         tensors = dict(self._model_tensors())
         if self.optimizer.state:
@@ -92,21 +92,21 @@ class TrainingState:
         same_mesh: bool,
         same_hyperparameters: bool,
     ) -> None:
-        """Continue as the checkpoint left off; every rank has to call this.
+        """Restore the state of the checkpoint; collective, every rank must call it.
 
         Args:
-            record: :meth:`record` of the checkpoint.
+            record: `record` of the checkpoint.
             load: Reads the checkpoint's tensors.
             step: Optimizer steps done when it was taken.
             saved_world_size: Ranks that took it: a rank beyond keeps its own random numbers.
             same_mesh: Whether every rank holds the same parts now.
             same_hyperparameters: True takes the rates and settings of the optimizer and the state of
                 the schedule from the checkpoint. False keeps those of this run's config, with its
-                schedule moved on to ``step``.
+                schedule moved on to `step`.
 
         Raises:
             UserError: The checkpoint is of another optimizer, or of another mesh although the
-                optimizer's state cannot be cut anew.
+                optimizer's state cannot be resharded.
         """
         saved = record["optimizer"]
         if saved["class"] != _class_name(self.optimizer):
@@ -117,13 +117,13 @@ class TrainingState:
             )
         if saved["packed_per_rank"] and not same_mesh:
             raise UserError(
-                f"optimizer: {saved['class']} packs its state rank by rank, so this checkpoint can"
+                f"optimizer: {saved['class']} packs its state per rank, so this checkpoint can"
                 " be resumed on the mesh that it was saved on only"
             )
         tensors = dict(self._model_tensors())
         state: dict[str, Any] = {}
         if saved["has_state"]:
-            # Asking a fresh optimizer for its state makes it: one step with rate and gradients of 0.
+            # Reading a new optimizer's state creates it: one step with rate and gradients of 0.
             state = get_optimizer_state_dict(self.model, self.optimizer)
             for name, value in self._optimizer_values(lambda *_: state):
                 if isinstance(value, Tensor):
@@ -196,7 +196,7 @@ def _without_wrappers(name: str, value: Tensor) -> dict[str, Tensor]:
 
     float8 training wraps a weight in a tensor subclass of the same shape and type: the weight itself
     comes back, sharded as before. Optimizers of 8 or 4 bits keep several packed tensors whose layout
-    depends on the shard: they come back as parts that belong to this rank alone.
+    depends on the shard: they are returned as parts of this rank only.
     """
     local = value.to_local() if isinstance(value, DTensor) else value
     if not hasattr(local, "__tensor_flatten__"):

@@ -1,12 +1,12 @@
-"""Training checkpoints on the disk: complete under their name, or not there.
+"""Training checkpoints on the disk: complete under their name, or absent.
 
-A checkpoint is ``PARENT/step_N``: safetensors files with the shards of all ranks, and
-``checkpoint.json`` (:mod:`torchtune_cp.checkpointing.manifest`). It is written as a hidden folder,
+A checkpoint is `PARENT/step_N`: safetensors files with the shards of all ranks, and
+`checkpoint.json` (`torchtune_cp.checkpointing.manifest`). It is written as a hidden folder,
 every file synced, and renamed once by rank 0 when all ranks have written. Planning, the choice
 among replicas and resharding are torch.distributed.checkpoint's; no file is ever a pickle.
 
-All communication goes through the given :class:`~torchtune_cp.checkpointing.rank_sync.RankSync`,
-so a checkpoint can be written by a background thread with a RankSync of its own while the
+All communication goes through the given `RankSync`,
+so a checkpoint can be written by a background thread with a separate RankSync while the
 training communicates.
 """
 
@@ -81,7 +81,7 @@ def write_checkpoint(
     manifest: Mapping[str, Any],
     rank_sync: RankSync,
 ) -> Path:
-    """Write ``parent/step_N``; every rank has to call this.
+    """Write `parent/step_N`; collective, every rank must call it.
 
     A rank holds no second copy of its shards: they are written tensor by tensor. The tensors must
     not change before it returns.
@@ -90,10 +90,10 @@ def write_checkpoint(
         parent: The folder of all checkpoints, seen by all ranks; it is made if need be.
         step: Optimizer steps done; an earlier checkpoint of this step is replaced.
         tensors: Name to tensor. Of a DTensor every rank writes its shard (replicas once), of a
-            plain tensor any rank its own: it has to be equal on all ranks that name it. Names may
+            plain tensor any rank its own: it must be equal on all ranks that name it. Names may
             differ from rank to rank.
         manifest: Plain JSON values to keep, read on rank 0.
-        rank_sync: Where the ranks wait for each other; nobody else may use it at the same time.
+        rank_sync: Synchronises the ranks; must not be used by others at the same time.
 
     Returns:
         The checkpoint's folder.
@@ -162,7 +162,7 @@ def _complete(
     files: list[FileRecord],
     table: Mapping[str, Any],
 ) -> None:
-    """Check that everything is there, describe it and make it visible."""
+    """Check that all files exist, write the manifest and make the checkpoint visible."""
     for file in files:
         try:
             check_size(temporary, file)
@@ -199,7 +199,7 @@ def _quiet_alone() -> Iterator[None]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return name, shape and type of every tensor of a checkpoint; opens ``checkpoint.json`` only.
+    """Return name, shape and type of every tensor of a checkpoint; opens `checkpoint.json` only.
 
     Args:
         folder: The checkpoint.
@@ -217,10 +217,10 @@ def load_tensors(
     *,
     optional_prefixes: tuple[str, ...] = ("rng.",),
 ) -> None:
-    """Read a checkpoint's tensors into the given ones, in place; every rank has to call this.
+    """Read a checkpoint's tensors into the given ones, in place; collective, every rank must call it.
 
     Any mesh and placements will do: a rank reads the slices that its shards need. Checksums are not
-    looked at here: call :func:`verify_checkpoint` first.
+    looked at here: call `verify_checkpoint` first.
 
     Args:
         folder: The checkpoint.
@@ -231,7 +231,7 @@ def load_tensors(
 
     Raises:
         UserError: On every rank: the checkpoint cannot be used, or names, shapes or types are
-            not those of ``tensors``.
+            not those of `tensors`.
     """
     stored: dict[str, StoredTensor] = {}
     problem: str | None = None
@@ -295,16 +295,16 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 
 
 def verify_checkpoint(folder: Path, rank_sync: RankSync | None = None) -> Manifest:
-    """Check that a checkpoint is whole: every file there, as long as written and with its checksum.
+    """Check that a checkpoint is intact: every file exists with its recorded size and checksum.
 
-    With a RankSync every rank has to call this; each reads a part of the files.
+    With a RankSync it is collective: every rank must call it; each reads a part of the files.
 
     Args:
         folder: The checkpoint.
         rank_sync: Where the ranks wait for each other, or None to read everything here.
 
     Returns:
-        What ``checkpoint.json`` says.
+        The content of `checkpoint.json`.
 
     Raises:
         UserError: With the same message on every rank: what is wrong, in one line.
@@ -360,7 +360,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def other_checkpoints(parent: Path) -> list[Path]:
-    """Return the checkpoints under names that no run gives: ``step_04``, ``step_4 (copy)``.
+    """Return the checkpoints under names that no run gives: `step_04`, `step_4 (copy)`.
 
     Args:
         parent: The folder of all checkpoints; it may be missing.
@@ -380,7 +380,7 @@ def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint; it loses its name in one step.
 
     Args:
-        folder: The checkpoint, ``step_N``.
+        folder: The checkpoint, `step_N`.
 
     Raises:
         OSError: It could not be renamed; it is untouched.
@@ -399,7 +399,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
         parent: The folder of all checkpoints; it may be missing.
 
     Returns:
-        The hidden folders dealt with.
+        The hidden folders that were handled.
     """
     if not parent.is_dir():
         return []

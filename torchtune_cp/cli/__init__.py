@@ -1,1 +1,1 @@
-"""The ``tune`` command: one file per subcommand."""
+"""The `tune` command: one file per subcommand."""

@@ -1,7 +1,8 @@
-"""Everything that can be known to be wrong with a run before a process of it is started.
+"""All checks of a run that are possible before a process is started.
 
 Keys, types, combinations and the components' signatures first; then each component that is cheap to
-build is built with stand-ins for what the run gives it, as only it knows what else it refuses.
+build is built with placeholders for what the run passes to it, because only the component knows what else it
+refuses.
 """
 
 import inspect
@@ -31,7 +32,7 @@ from torchtune_cp.errors import ConfigError, NotFoundHereError, UserError
 #: Constructors that do nothing but look at their arguments; others (of transformers, of the user's
 #: own packages) may read, download or start something.
 _CHEAP = ("torchtune_cp.", "torch.", "torchao.", "transformers.optimization.")
-#: A run's length that no schedule exceeds, where the config does not say it.
+#: A run's length that no schedule exceeds, where the config does not set it.
 _LONG = 10**9
 
 
@@ -61,7 +62,7 @@ def look_over(
 
     Args:
         cfg: The config, interpolations unresolved.
-        config_class: The recipe's config class; None for a recipe of the user's own that has none,
+        config_class: The recipe's config class; None for a recipe of the user that has none,
             of whose config only the components can be checked.
         world_size: The number of processes, None while it is not known.
         text: The config file; its comments may name another recipe.
@@ -85,7 +86,7 @@ def look_over(
 
 
 def warmup_notes(values: Mapping[str, Any]) -> list[str]:
-    """Say when a schedule's warm-up takes the whole run, as far as the config tells its length."""
+    """Report a schedule's warm-up that takes the whole run, if the config determines its length."""
     steps, node = _most_steps(values), values.get("lr_scheduler")
     if steps is None or not isinstance(node, Mapping):
         return []
@@ -105,7 +106,7 @@ def _most_steps(values: Mapping[str, Any]) -> int | None:
 def _look_over_components(cfg: DictConfig) -> Findings:
     try:
         tree = OmegaConf.to_container(cfg, resolve=True)
-    except Exception as error:  # noqa: BLE001  (what a resolver of the user's own raises)
+    except Exception as error:  # noqa: BLE001  (what a resolver of the user raises)
         return Findings([one_line(error)])
     assert isinstance(tree, dict)
     problems = [*schema.naming_problems(from_environment(cfg)), *components_problems(tree)]
@@ -216,7 +217,7 @@ class _Trial:
         path = self._values["loss"][COMPONENT]
         if not _takes(call, 4) or path.startswith("torch.nn."):
             self._found.problems.append(
-                f"loss: {path} cannot serve: a loss here is given (hidden, weight, labels), before the"
+                f"loss: {path} cannot be used: a loss is called with (hidden, weight, labels), before the"
                 " output projection, and returns the sum over label tokens; allowed:"
                 " torchtune_cp.training.loss.LinearCrossEntropyLoss, which is the cross entropy"
             )
@@ -285,7 +286,7 @@ def _takes(call: Callable[..., Any], positional: int) -> bool:
 
 
 def _nodes(key: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every component below a key, with where it stands."""
+    """Every component below a key, with its path in the config."""
     if isinstance(value, Mapping):
         if isinstance(value.get(COMPONENT), str):
             yield key, value

@@ -1,4 +1,4 @@
-"""``tune cat``: print a config."""
+"""`tune cat`: print a config."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from torchtune_cp.errors import ConfigError
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune cat CONFIG``."""
+    """Add `tune cat CONFIG`."""
     parser = subparsers.add_parser("cat", help="print a config")
     parser.add_argument("config", help="a shipped config (see tune ls) or a YAML file")
     parser.set_defaults(run=_run)

@@ -1,4 +1,4 @@
-"""``tune cp``: copy a shipped recipe or config to change it."""
+"""`tune cp`: copy a shipped recipe or config to change it."""
 
 import argparse
 import shutil
@@ -18,12 +18,12 @@ examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune cp NAME DESTINATION``."""
+    """Add `tune cp NAME DESTINATION`."""
     parser = subparsers.add_parser("cp", help="copy a shipped recipe or config", epilog=_EXAMPLES)
     parser.add_argument("file", help="a shipped recipe or config (see tune ls)")
     parser.add_argument("destination", type=Path, help="a file, or a folder that exists")
     parser.add_argument(
-        "-n", "--no-clobber", action="store_true", help="leave a file that exists as it is"
+        "-n", "--no-clobber", action="store_true", help="do not overwrite an existing file"
     )
     parser.add_argument(
         "--make-parents", action="store_true", help="create the destination's missing folders"

@@ -1,4 +1,4 @@
-"""``tune download``: fetch a model folder from the Hugging Face Hub."""
+"""`tune download`: fetch a model folder from the Hugging Face Hub."""
 
 import argparse
 import os
@@ -17,9 +17,9 @@ examples:
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune download REPO_ID``."""
+    """Add `tune download REPO_ID`."""
     parser = subparsers.add_parser(
-        "download", help="fetch a model from the Hugging Face Hub", epilog=_EXAMPLES
+        "download", help="download a model from the Hugging Face Hub", epilog=_EXAMPLES
     )
     parser.add_argument("repo_id", help="the repository's name on the Hub (owner/name)")
     parser.add_argument("--output-dir", type=Path, help="where the files go (default: /tmp/NAME)")

@@ -1,4 +1,4 @@
-"""``tune ls``: the shipped recipes and their configs."""
+"""`tune ls`: the shipped recipes and their configs."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from torchtune_cp.config.torchtune_recipes import LAUNCH_COMMAND
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune ls``."""
+    """Add `tune ls`."""
     parser = subparsers.add_parser("ls", help="list the shipped recipes and configs")
     parser.set_defaults(run=_run)
 

@@ -1,6 +1,6 @@
-"""``tune``: find the subcommand, run it, and turn mistakes into one line and an exit code.
+"""`tune`: find the subcommand, run it, and turn user errors into one line and an exit code.
 
-Exit codes: 0 when the command did what was asked, 2 for a command or config that is refused before
+Exit codes: 0 for success, 2 for a command or config that is refused before
 anything runs, 1 for a run (or download) that failed.
 """
 
@@ -46,10 +46,10 @@ def _parser() -> OneLineParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``tune``.
+    """Run `tune`.
 
     Args:
-        argv: The arguments, ``sys.argv[1:]`` when None.
+        argv: The arguments, `sys.argv[1:]` when None.
 
     Returns:
         The exit code.
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = wants_traceback()
     if allow.user_prefixes():
-        # Packages that the user allows by name may lie in the current folder, as with python -m.
+        # Packages that the user allows by name may be in the current folder, as with python -m.
         sys.path.append(os.getcwd())
     try:
         args, rest = _parser().parse_known_args(arguments)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.overrides += rest  # argparse takes one group of positional arguments only
             rest = []
         if args.run is run.run_command:
-            # torchrun's options may stand anywhere before the recipe: it reads them itself.
+            # torchrun's options may appear anywhere before the recipe: torchrun's parser reads them.
             position = arguments.index("run")
             run.run_command(arguments[position + 1 :], log_level=args.log_level)
         elif rest:

@@ -1,4 +1,4 @@
-"""Whether model, weights and tokenizer belong together: seen from headers, before a process is started."""
+"""Checks from headers whether model, weights and tokenizer match, before a process is started."""
 
 from __future__ import annotations
 

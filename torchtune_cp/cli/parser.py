@@ -1,16 +1,16 @@
-"""An argument parser whose mistakes are one clear line."""
+"""An argument parser that reports errors in one line."""
 
 import argparse
 from typing import Any, NoReturn
 
 from torchtune_cp.errors import ConfigError
 
-#: What ``add_subparsers`` returns.
+#: What `add_subparsers` returns.
 Subparsers = Any
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises :class:`ConfigError` instead of printing its whole usage."""
+    """An `ArgumentParser` that raises `ConfigError` instead of printing its whole usage."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Keep help texts as they are written."""
@@ -18,5 +18,5 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake, with the command that shows what is allowed."""
+        """Raise the error, with the command that shows what is allowed."""
         raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")

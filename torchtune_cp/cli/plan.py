@@ -1,4 +1,4 @@
-"""``tune plan``: what one optimizer step of a config needs, without the devices."""
+"""`tune plan`: what one optimizer step of a config needs, without the devices."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from torchtune_cp.planner.devices import GIB, device_named
 
 _DESCRIPTION = """\
 Runs the recipe's own optimizer step on tensors without memory, as one rank of any mesh sees it, and
-says what it would take: memory and its parts, what is sent, arithmetic, an estimated time. No GPU,
+predicts its memory by category, communication, floating-point operations and time. No GPU,
 weights or data are needed.
 
 examples:
@@ -33,10 +33,10 @@ MOST_RANKS = 1024
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune plan --config CONFIG [options] [key=value ...]``."""
+    """Add `tune plan --config CONFIG [options] [key=value ...]`."""
     parser = subparsers.add_parser(
         "plan",
-        help="predict memory, traffic and time of a run, without its devices",
+        help="predict memory, communication and time of a run without its devices",
         description=_DESCRIPTION,
     )
     parser.add_argument("--config", required=True, help="a YAML file, or a shipped config")
@@ -71,7 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="search the longest sequence that fits",
     )
     parser.add_argument(
-        "--suggest", action="store_true", help="rank the meshes and memory levers that fit by time"
+        "--suggest", action="store_true", help="rank the meshes and memory options that fit by time"
     )
     parser.add_argument(
         "--exact", action="store_true", help="simulate all layers instead of extrapolating"
@@ -92,7 +92,7 @@ class Request:
         cfg: The config with its overrides.
         cluster: Where it would run.
         seq_len: Tokens of a sequence.
-        source: Where that number stands.
+        source: Where that number comes from.
     """
 
     cfg: FullFinetuneConfig
@@ -102,10 +102,10 @@ class Request:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """Check everything that a command line says before anything is simulated.
+    """Check the whole command line before anything is simulated.
 
     Args:
-        args: As parsed by ``tune plan``.
+        args: As parsed by `tune plan`.
 
     Raises:
         ConfigError: One line for each problem.
@@ -118,7 +118,9 @@ def request(args: argparse.Namespace) -> Request:
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)}: give one of them")
     if args.suggest and (args.plot is not None or args.exact):
-        raise ConfigError("--suggest: goes without --plot and --exact, which are about one plan")
+        raise ConfigError(
+            "--suggest: cannot be combined with --plot and --exact, which apply to one plan"
+        )
     cfg = to_typed(load(args.config, args.overrides), world_size=None if args.suggest else size)
     problems = component_problems(cfg)
     if problems:
@@ -190,7 +192,7 @@ def _ranks(args: argparse.Namespace) -> tuple[int, int | None]:
 
 
 def _sequence(args: argparse.Namespace, cfg: FullFinetuneConfig) -> tuple[int, str]:
-    """Tokens of a sequence, and where the number stands."""
+    """Tokens of a sequence, and where the number comes from."""
     if args.seq_len is not None:
         if args.seq_len < 1:
             raise ConfigError(f"--seq-len: must be at least 1, got {args.seq_len}")

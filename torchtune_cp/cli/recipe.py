@@ -30,20 +30,20 @@ class Recipe:
         return self.path.parent.resolve() == recipes_dir().resolve()
 
     def trust(self) -> None:
-        """Let configs name the modules beside a recipe of the user's own."""
+        """Let configs name the modules in the folder of a user's recipe."""
         trust_recipe_folder(self.path)
         if str(self.path.parent) not in sys.path:
             sys.path.append(str(self.path.parent))
 
     def config_class(self) -> type[schema.FullFinetuneConfig] | None:
-        """Return the config class of a shipped recipe, or of one of the user's own.
+        """Return the config class of a shipped recipe, or of one of the user.
 
-        Of the latter ``@config.parse(schema=...)`` in its source says it. The source is read, not run: a
-        recipe may import anything. Only for a class of the user's own is it imported, as they are about to
+        For the latter it is the `@config.parse(schema=...)` in its source. The source is read, not run: a
+        recipe may import anything. Only for a class of the user is it imported, as they are about to
         run it, and only where importing it does not start it.
 
         Returns:
-            None for a raw config, and for a class that is no :class:`FullFinetuneConfig`: then only
+            None for a raw config, and for a class that is no `FullFinetuneConfig`: then only
             the components can be checked.
 
         Raises:
@@ -100,7 +100,7 @@ def _schema_name(decorator: ast.expr) -> str | None:
 
 
 def _calls(tree: ast.Module, name: str) -> bool:
-    """Whether importing the module would call a function: at top level, without ``if __name__``."""
+    """Whether importing the module would call a function: at top level, without `if __name__`."""
     return any(
         isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name
         for node in tree.body

@@ -1,4 +1,4 @@
-"""``tune run``: check a config, then start a recipe on every process of this node."""
+"""`tune run`: check a config, then start a recipe on every process of this node."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ file. Without options one process is started.
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune run``; its arguments are read by :func:`run_command`."""
+    """Add `tune run`; its arguments are read by `run_command`."""
     parser = subparsers.add_parser(
         "run", help="run a recipe; takes every torchrun option", add_help=False
     )
@@ -77,11 +77,11 @@ def _torchrun_parser() -> OneLineParser:
 
 
 def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
-    """Run ``tune run`` with its arguments.
+    """Run `tune run` with its arguments.
 
     Args:
-        argv: What stands after ``run``.
-        log_level: The level given before ``run``.
+        argv: The arguments after `run`.
+        log_level: The level given before `run`.
 
     Raises:
         ConfigError: The command or the config is refused; nothing was started.
@@ -116,7 +116,7 @@ def run_command(argv: Sequence[str], log_level: str | None = None) -> None:
 
 
 def _settings(cfg: DictConfig) -> RunSettings:
-    """Read what the launcher needs; a config of the user's own kind need not have any of it."""
+    """Read what the launcher needs; a config of a custom kind need not have any of it."""
 
     def value(key: str, otherwise: Any) -> Any:
         found = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
@@ -152,7 +152,7 @@ def _restart_point(output_dir: Path, resume_from_checkpoint: bool | str) -> str:
         return f"; it continues from {own[0]}"
     if isinstance(resume_from_checkpoint, str):
         return f"; it continues from {resume_from_checkpoint}"
-    return "; it starts at the beginning, as there is no checkpoint yet"
+    return "; it starts from the beginning, because there is no checkpoint yet"
 
 
 def _locate_recipe(args: argparse.Namespace) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""``tune validate``: check a config without running anything."""
+"""`tune validate`: check a config without running anything."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from torchtune_cp.errors import ConfigError
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add ``tune validate CONFIG [--recipe RECIPE] [key=value ...]``."""
+    """Add `tune validate CONFIG [--recipe RECIPE] [key=value ...]`."""
     parser = subparsers.add_parser(
         "validate",
         help="check a config: keys, types, combinations, components and their arguments",
@@ -47,7 +47,7 @@ def schema_of(config: str) -> type[FullFinetuneConfig]:
 
 
 def _recipe_option(args: argparse.Namespace) -> str | None:
-    """Take ``--recipe`` from behind the config, where argparse leaves it among the overrides."""
+    """Take `--recipe` from behind the config, where argparse leaves it among the overrides."""
     for position, word in enumerate(args.overrides):
         if word == "--recipe" and position + 1 < len(args.overrides):
             recipe: str = args.overrides[position + 1]

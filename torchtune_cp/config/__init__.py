@@ -1,6 +1,6 @@
 """Configs: read, override, check, and build what they describe.
 
-``parse`` turns a recipe's main function into a program; ``instantiate`` builds a component.
+`parse` turns a recipe's main function into a program; `instantiate` builds a component.
 """
 
 from torchtune_cp.config.combinations import (

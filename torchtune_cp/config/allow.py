@@ -1,10 +1,10 @@
 """Which components a config may name, and under which key.
 
-A config file comes from strangers as easily as a model does, so naming a callable must not be a way to run
+A config file may be as untrusted as a model, so naming a callable must not be a way to run
 anything. Each key takes a closed list: this project's builders, which a package lists under the key in its
-``COMPONENTS``, and the optimizers and schedules of torch, torchao and transformers. A name is compared with
-that list, never looked up in a module, so it leads to nothing beside it. A user widens the list with
-``TUNE_ALLOW_COMPONENTS=pkg1,pkg2``, or by running a recipe of their own, whose folder's modules are then
+`COMPONENTS`, and the optimizers and schedules of torch, torchao and transformers. A name is compared with
+that list, never looked up in a module, so it gives access to nothing else. A user widens the list with
+`TUNE_ALLOW_COMPONENTS=pkg1,pkg2`, or by running their own recipe, whose folder's modules are then
 allowed, under every key.
 """
 
@@ -45,7 +45,7 @@ def _is_schedule_class(found: Any) -> bool:
 def _is_schedule_function(found: Any) -> bool:
     if not inspect.isfunction(found) or not fnmatch.fnmatch(found.__name__, "get_*_schedule*"):
         return False
-    # Those that take anything hand it on to schedules that are stepped with a loss.
+    # Those that take anything pass it on to schedules that are stepped with a loss.
     kinds = [parameter.kind for parameter in inspect.signature(found).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD not in kinds
 
@@ -55,8 +55,8 @@ class _Source:
     """A module that has components of one role.
 
     Attributes:
-        module: Its name. One of this project lists them in ``COMPONENTS``, by role and relative to itself.
-        fits: Of another library: tells its components from what else the module holds.
+        module: Its name. One of this project lists them in `COMPONENTS`, by role and relative to itself.
+        fits: For another library: distinguishes its components from the module's other contents.
         without: Of those, names whose arguments are functions, classes or objects, which a config lacks.
         also: Another module under which users know the same names.
     """
@@ -91,7 +91,7 @@ class _Source:
         return None
 
 
-#: What each key takes. ``dataset_val`` takes what ``dataset`` does.
+#: What each key takes. `dataset_val` takes what `dataset` does.
 ROLES: dict[str, tuple[_Source, ...]] = {
     "model": (_Source("torchtune_cp.models"),),
     "tokenizer": (_Source("torchtune_cp.data"),),
@@ -126,9 +126,9 @@ ROLES: dict[str, tuple[_Source, ...]] = {
 
 
 def role_of(key: str) -> str | None:
-    """Return the role of a config key; an item of ``dataset``, ``dataset.0`` or ``dataset[0]``, has its role.
+    """Return the role of a config key; an item of `dataset`, `dataset.0` or `dataset[0]`, has its role.
 
-    None of a key of a user's own recipe, where any component may stand.
+    None for a key of a user's own recipe, which accepts any component.
     """
     found = _COMPONENT_KEY.fullmatch(key)
     name = "dataset" if found and found[1] == "dataset_val" else found and found[1]
@@ -156,7 +156,7 @@ def find(path: str, role: str | None) -> Callable[..., Any] | None:
 
 
 def described(path: str, role: str | None) -> str:
-    """Say what may stand in place of a path, the nearest name first."""
+    """List what is allowed instead of a path, the nearest name first."""
     names = []
     imported = (_OWN_PACKAGE, "torch", path.partition(".")[0])
     for name in [role] if role else ROLES:
@@ -183,7 +183,7 @@ _trusted_folders: list[Path] = []
 
 
 def trust_folder(folder: Path) -> None:
-    """Allow the modules that lie directly in ``folder``: the one of the user's own recipe."""
+    """Allow the modules directly in `folder`: the one of the user recipe."""
     folder = folder.resolve()
     if folder not in _trusted_folders:
         _trusted_folders.append(folder)
@@ -216,7 +216,7 @@ def may_call(found: Any) -> bool:
 
 def _in_trusted_folder(path: str) -> bool:
     top = path.partition(".")[0]
-    # A recipe at the top of a checkout has this project beside it.
+    # A recipe at the top of a checkout has this project next to it.
     if not _trusted_folders or not top.isidentifier() or top == _OWN_PACKAGE:
         return False
     try:
@@ -234,9 +234,9 @@ def _in_trusted_folder(path: str) -> bool:
 
 
 def source_problem(source: object) -> str | None:
-    """Say why a data set's ``source`` is refused: it would bring code along. None if it would not."""
+    """Say why a data set's `source` is refused: it would bring code along. None if it would not."""
     if str(source).lower().endswith(".py"):
-        return f"{source!r} is a program, and data are not made by running one"
+        return f"{source!r} is a script, and dataset scripts are not executed"
     if "://" in str(source):
         return f"{source!r} is a URL; give it as data_files, with the files' format as source"
     return None

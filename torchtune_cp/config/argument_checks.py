@@ -1,7 +1,7 @@
-"""Checks of argument values that a component brings along: they run before anything is built.
+"""Checks of argument values that a component provides, run before anything is built.
 
-A signature says names and types. What else a component refuses, it refuses when it is called, in a
-rank that has been started; a check says the same of the plain arguments alone.
+A signature gives names and types. Everything else a component refuses only when it is called, in a
+rank that has been started; a check finds the same problems from the plain arguments alone.
 """
 
 import inspect
@@ -24,7 +24,7 @@ def checked_by(check: Check) -> Callable[[ComponentT], ComponentT]:
     """Decorate a component (class or function) with a check of its arguments.
 
     Args:
-        check: See :data:`Check`. A :class:`~torchtune_cp.errors.NotFoundHereError` says that nothing
+        check: See `Check`. A `NotFoundHereError` means that nothing
             is wrong but that this machine lacks something.
     """
 
@@ -36,7 +36,7 @@ def checked_by(check: Check) -> Callable[[ComponentT], ComponentT]:
 
 
 def argument_errors(component: Callable[..., Any], arguments: Mapping[str, Any]) -> list[UserError]:
-    """Return what a component's own check says of its arguments; nothing for one without a check."""
+    """Return the problems that a component's check finds in its arguments, none without a check."""
     check = getattr(component, _ATTRIBUTE, None)
     if check is None:
         return []

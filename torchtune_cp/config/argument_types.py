@@ -1,4 +1,4 @@
-"""Do a component's arguments fit the types that its signature declares?
+"""Checks a component's arguments against the types that its signature declares.
 
 A config holds null, booleans, numbers, strings, lists and mappings. An argument without a type is
 judged by its default, and one whose type cannot be compared with these fits.
@@ -19,7 +19,7 @@ from torchtune_cp.config.overrides import COMPONENT
 from torchtune_cp.did_you_mean import did_you_mean
 
 #: How messages call the types of a config's values.
-SAID: dict[Any, str] = {
+TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -30,7 +30,7 @@ SAID: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class AtLeast:
-    """In ``Annotated[int, AtLeast(1)]``: the smallest number allowed."""
+    """In `Annotated[int, AtLeast(1)]`: the smallest number allowed."""
 
     low: float
 
@@ -41,7 +41,7 @@ _COUNT = re.compile(r"num_\w*steps|warmup_steps")
 
 
 def parameters_of(component: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return a component's parameters, None for a callable that does not tell its signature."""
+    """Return a component's parameters, None for a callable without an introspectable signature."""
     try:
         return list(inspect.signature(component).parameters.values())
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def type_problems(
             hint = Annotated[int, AtLeast(0)]
         if not fits(value, hint):
             problems.append(
-                f"{key}.{name}: expected {' or '.join(_allowed(hint))}, got {_said(value, hint)}"
+                f"{key}.{name}: expected {' or '.join(_allowed(hint))}, got {_describe(value, hint)}"
             )
     return problems
 
@@ -100,7 +100,7 @@ def _resolved(annotation: Any, component: Callable[..., Any]) -> Any:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """What a default says of an argument without a type: nobody writes 1e-3 for a string."""
+    """What a default implies about an argument without a type: no user writes 1e-3 for a string."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):
@@ -200,51 +200,53 @@ def _allowed(hint: Any) -> list[str]:
     if origin is Annotated:
         bounds = [f" of at least {extra.low:g}" for extra in args[1:] if isinstance(extra, AtLeast)]
         return [
-            said if said == SAID[type(None)] else f"{said}{''.join(bounds)}"
-            for said in _allowed(args[0])
+            expected if expected == TYPE_NAMES[type(None)] else f"{expected}{''.join(bounds)}"
+            for expected in _allowed(args[0])
         ]
     if origin in (Union, types.UnionType):
-        said = [line for arg in args if _is_comparable(arg) for line in _allowed(arg)]
-        return list(dict.fromkeys(said))
+        expected = [line for arg in args if _is_comparable(arg) for line in _allowed(arg)]
+        return list(dict.fromkeys(expected))
     if origin is Literal:
         return [", ".join("null" if arg is None else str(arg) for arg in args)]
     kind = origin or hint
-    if kind in SAID or kind is None:
-        return [SAID[type(None) if kind is None else kind]]
+    if kind in TYPE_NAMES or kind is None:
+        return [TYPE_NAMES[type(None) if kind is None else kind]]
     if _is_path(kind):
         return ["a path"]
     if _is_mapping(kind):
         return ["a mapping"]
-    return [_said_list(kind, args)]
+    return [_describe_list(kind, args)]
 
 
-def _said_list(kind: Any, args: tuple[Any, ...]) -> str:
+def _describe_list(kind: Any, args: tuple[Any, ...]) -> str:
     items = [arg for arg in args if arg is not Ellipsis]
-    said = {" or ".join(_allowed(arg)) for arg in items if _is_comparable(arg) and arg is not Any}
-    if len(said) != 1:
+    expected = {
+        " or ".join(_allowed(arg)) for arg in items if _is_comparable(arg) and arg is not Any
+    }
+    if len(expected) != 1:
         return "a list"
-    word = said.pop()
+    word = expected.pop()
     if kind is tuple and Ellipsis not in args:
         return f"a list of {len(items)}, each {word}"
     return f"a list, each item {word}"
 
 
-def _said(value: Any, hint: Any) -> str:
+def _describe(value: Any, hint: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str):
         return repr(value)
-    said = f"the string {value!r}"
+    described = f"the string {value!r}"
     choices = [arg for arg in _choices(hint) if isinstance(arg, str)]
     if choices:
         return f"{value!r}{did_you_mean(value, choices)}"
     try:
         float(value)
     except ValueError:
-        return said
-    return f"{said}; write the number without quotes"
+        return described
+    return f"{described}; write the number without quotes"
 
 
 def _choices(hint: Any) -> AbstractSet[Any]:

@@ -1,8 +1,8 @@
-"""``parse``: what makes a recipe's main function a program.
+"""`parse`: turns a recipe's main function into a program.
 
-It reads ``--config FILE_OR_NAME key=value ...`` from the command line, hands the config over, and
-sees to it that a failing rank ends at once, leaves one clear line and, under ``tune run``, tells the
-launcher the cause.
+It reads `--config FILE_OR_NAME key=value ...` from the command line, passes the config to the recipe, and
+makes sure that a failing rank exits immediately, prints one line and, under `tune run`, reports the cause
+to the launcher.
 """
 
 import faulthandler
@@ -64,21 +64,23 @@ def parse(
 def parse(main: Any = None, /, *, schema: Any = None) -> Any:
     """Decorate a recipe's main function.
 
-    The decorated function takes no arguments: it reads ``sys.argv``. The undecorated one stays
-    reachable as ``main.__wrapped__``.
+    The decorated function takes no arguments: it reads `sys.argv`. The undecorated one is available as
+    `main.__wrapped__`.
 
     Args:
         main: A function of one argument, the config.
         schema: The recipe's config class: the function then gets a checked, typed config. Without
-            it the function gets the raw ``DictConfig``, as a user's own recipe may prefer.
+            it the function gets the raw `DictConfig`, for recipes with keys of their own.
 
-    Example::
-
+    Examples:
+        ```python
         @config.parse(schema=FullFinetuneConfig)
         def main(cfg: FullFinetuneConfig) -> None: ...
 
+
         if __name__ == "__main__":
             main()
+        ```
     """
     if main is None:
         return functools.partial(_decorate, schema=schema)
@@ -92,7 +94,7 @@ def _decorate(
     def program() -> None:
         _run(main, schema)
 
-    # The program's own signature is empty, whatever wraps copied.
+    # The program's own signature is empty, whatever `wraps` has copied.
     del program.__dict__["__wrapped__"]
     program.__dict__["__wrapped__"] = main
     program.__annotations__ = {"return": None}
@@ -130,7 +132,7 @@ def _run(main: Callable[[Any], Any], schema: type[FullFinetuneConfig] | None) ->
     except RunStopped as stopped:
         release_output()
         leave(stopped)
-    except BaseException as error:  # noqa: BLE001  (whatever ends a rank is reported, then ends it)
+    except BaseException as error:  # noqa: BLE001  (any error is reported before the rank exits)
         summary = _summary(error, getattr(cfg, "collective_timeout_s", None))
         stack = mask_text("".join(traceback.format_exception(error)))
         record_failure(
@@ -157,7 +159,7 @@ def _trust_folder_of(main: Callable[..., Any]) -> None:
 
 
 def trust_recipe_folder(recipe: Path) -> None:
-    """Let configs name the modules beside a user's own recipe; shipped recipes add nothing."""
+    """Let configs name the modules in the folder of a user's recipe; shipped recipes add nothing."""
     folder = recipe.resolve().parent
     if folder != recipes_dir().resolve():
         allow.trust_folder(folder)
@@ -174,7 +176,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _clear(line: str) -> str:
-    """A line that a terminal shows as it is, whatever a stranger's file put into it."""
+    """Escape a line so that a terminal shows it literally, including text from untrusted files."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if len(shown) > _LONGEST_LINE:
         shown = f"{shown[: _LONGEST_LINE * 2 // 3]} ... {shown[-_LONGEST_LINE // 4 :]}"
@@ -184,14 +186,14 @@ def _clear(line: str) -> str:
 def _summary(error: BaseException, collective_timeout_s: float | None) -> str:
     if collective_timeout_s is not None and timed_out(error):
         return (
-            f"waited {collective_timeout_s:g} s for the other ranks, of which one hangs or needs longer"
+            f"waited {collective_timeout_s:g} s for the other ranks; one of them hangs or needs longer"
             " (collective_timeout_s sets the time)"
         )
     return one_line(error)
 
 
 def _kind(error: BaseException) -> str:
-    """Return what a launcher has to know of an error, see ``record_failure``."""
+    """Return what a launcher needs to know about an error, see `record_failure`."""
     for kind, found in (
         ("config", isinstance(error, ConfigError)),
         ("user", isinstance(error, UserError)),

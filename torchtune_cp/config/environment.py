@@ -1,7 +1,7 @@
-"""Which values of a config come from the environment (``${oc.env:NAME}``), found by resolving it.
+"""Which values of a config come from the environment (`${oc.env:NAME}`), found by resolving it.
 
-What a variable puts in is kept out of everything that is written, whatever it is called: in its place
-stands where it came from. The run itself uses the real values.
+The value of a variable is kept out of everything that is written, whatever its name: it is replaced
+by its reference. The run itself uses the real values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omegaconf.resolvers import oc
 
 from torchtune_cp.errors import ConfigError
 
-#: Where a value stands in a config: keys and list positions from the top.
+#: Position of a value in a config: keys and list positions from the top.
 Path = tuple[Any, ...]
 
 MASK = "***"
@@ -40,8 +40,8 @@ class Origin:
     Attributes:
         variables: Every variable that was read for it, and what it held.
         value: The resolved value.
-        shown: What is written in its place: ``${oc.env:NAME}`` for the part that a variable holds, or
-            ``***`` where that part cannot be told.
+        shown: What is written in its place: `${oc.env:NAME}` for the part that a variable holds, or
+            `***` where that part cannot be determined.
     """
 
     variables: Mapping[str, str]
@@ -54,7 +54,7 @@ _give_names = False
 
 
 def _env(*arguments: Any) -> Any:
-    """``oc.env``, watched. The default value of a variable that is not set is no secret."""
+    """`oc.env`, watched. The default value of a variable that is not set is no secret."""
     value = oc.env(*arguments)
     name = arguments[0]
     if _read is None or name not in os.environ:
@@ -146,11 +146,11 @@ def _origin(
 
 
 def hide_in_problem(problem: str, origins: Mapping[Path, Origin]) -> str:
-    """Take the values of the environment out of a line ``key: what is wrong with it``.
+    """Take the values of the environment out of a line `key: what is wrong with it`.
 
     Args:
         problem: The line.
-        origins: See :func:`from_environment`; only those at or below the line's key count.
+        origins: See `from_environment`; only those at or below the line's key count.
     """
     key, colon, rest = problem.partition(": ")
     for path, origin in origins.items():

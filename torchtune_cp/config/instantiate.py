@@ -1,4 +1,4 @@
-"""From ``{_component_: dotted.path, argument: value}`` to the object it describes."""
+"""From `{_component_: dotted.path, argument: value}` to the object it describes."""
 
 import functools
 import inspect
@@ -22,16 +22,16 @@ _RUNS_DOWNLOADED_CODE = ("trust_remote_code",)
 def instantiate(node: DictConfig | Mapping[str, Any] | None, *args: Any, **kwargs: Any) -> Any:
     """Build the object that a component node describes.
 
-    A component of the user's own may have components among its arguments (in mappings and lists, at any
-    depth), which are built first; no other takes any.
+    A component of the user can take components as arguments (in mappings and lists, at any depth), which
+    are built first; other components cannot.
 
     Args:
-        node: ``{_component_: dotted.path, argument: value, ...}``; None gives None.
-        *args: Positional arguments put before those of the config (an optimizer's parameters).
-        **kwargs: Keyword arguments that win over those of the config.
+        node: `{_component_: dotted.path, argument: value, ...}`; None returns None.
+        *args: Positional arguments, passed before those of the config (an optimizer's parameters).
+        **kwargs: Keyword arguments, which take precedence over those of the config.
 
     Returns:
-        What calling the component returns.
+        The return value of the component.
 
     Raises:
         ConfigError: The path is not allowed or does not exist, or the arguments do not fit the
@@ -53,7 +53,7 @@ def component_callable(
         key: The config key of a dotted path; a node knows its own.
 
     Raises:
-        ConfigError: As :func:`instantiate`.
+        ConfigError: As `instantiate`.
     """
     if isinstance(node, str):
         return get_component(node, key)
@@ -154,7 +154,7 @@ def _argument_problems(tree: Mapping[str, Any], key: str) -> list[str]:
     for name, value in tree.items():
         where = _join(key, name)
         if name in _RUNS_DOWNLOADED_CODE and value and not is_users_own:
-            problems.append(f"{where}: running code that comes with a download is refused")
+            problems.append(f"{where}: executing code from a download is refused")
         if name == "source" and not is_users_own and (problem := allow.source_problem(value)):
             problems.append(f"{where}: {problem}")
         problems += _nested_problems(value, where, path, takes_components=is_users_own)
@@ -189,7 +189,7 @@ def _signature_problems(
 ) -> list[str]:
     parameters = parameters_of(component)
     if parameters is None:
-        return []  # a callable written in C that does not tell its signature
+        return []  # a callable written in C without an introspectable signature
     kinds = inspect.Parameter
     by_position = [
         p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
@@ -204,9 +204,7 @@ def _signature_problems(
     problems = []
     for name in names:
         if name in taken:
-            problems.append(
-                f"{_join(key, name)}: is given by the recipe; remove it from the config"
-            )
+            problems.append(f"{_join(key, name)}: is set by the recipe; remove it from the config")
         elif name not in by_name and not takes_any:
             takes = ", ".join(sorted(by_name - set(supplied))) or "none"
             problems.append(
@@ -215,7 +213,7 @@ def _signature_problems(
             )
     for name in supplied:
         if name not in by_name and not takes_any:
-            problems.append(f"{key}: {path} does not take {name!r}, which the recipe gives it")
+            problems.append(f"{key}: {path} does not take {name!r}, which the recipe passes to it")
     given = taken | set(names) | set(supplied)
     missing = [
         p.name
@@ -236,7 +234,7 @@ def value_problems(
     positional: int = 0,
     supplied: Collection[str] = (),
 ) -> list[str]:
-    """As :func:`node_problems`, for a config value: a node, a list of nodes, or a dotted path."""
+    """As `node_problems`, for a config value: a node, a list of nodes, or a dotted path."""
     if isinstance(node, str):
         try:
             get_component(node, key)
@@ -261,10 +259,10 @@ def components_problems(tree: Any, key: str = "") -> list[str]:
 
     Args:
         tree: The resolved config as plain containers.
-        key: The config key of ``tree``, for messages.
+        key: The config key of `tree`, for messages.
 
     Returns:
-        As :func:`node_problems`, without what is missing.
+        As `node_problems`, without what is missing.
     """
     if isinstance(tree, list):
         return [p for i, v in enumerate(tree) for p in components_problems(v, f"{key}.{i}")]

@@ -20,12 +20,12 @@ _NO_FILE = "give a config: --config FILE_OR_NAME (tune ls lists the shipped ones
 def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> DictConfig:
     """Read a config and apply command-line overrides.
 
-    Interpolations (``${output_dir}/logs``) stay unresolved until a value is read, so that an
-    override of ``output_dir`` reaches them.
+    Interpolations (`${output_dir}/logs`) stay unresolved until a value is read, so that an
+    override of `output_dir` reaches them.
 
     Args:
-        source: A YAML file, or the name of a shipped config (``llama3/8B_full``).
-        overrides: ``key=value``, ``~key``, ``--key value`` tokens; see :func:`parse_overrides`.
+        source: A YAML file, or the name of a shipped config (`llama3/8B_full`).
+        overrides: `key=value`, `~key`, `--key value` tokens; see `parse_overrides`.
 
     Raises:
         ConfigError: No such config, broken YAML, or an override that cannot be applied.
@@ -57,13 +57,13 @@ def _one_line(error: Exception) -> str:
 
 
 def split_argv(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take ``--config X`` (or ``--config=X``) out of a recipe's arguments.
+    """Take `--config X` (or `--config=X`) out of a recipe's arguments.
 
     Returns:
         The config, None when there is none, and the other arguments in order.
 
     Raises:
-        ConfigError: ``--config`` stands without a value, or more than once.
+        ConfigError: `--config` has no value, or is given more than once.
     """
     found: list[str] = []
     rest: list[str] = []
@@ -79,15 +79,15 @@ def split_argv(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             rest.append(token)
     if len(found) > 1:
-        raise ConfigError(f"--config stands {len(found)} times: give one ({', '.join(found)})")
+        raise ConfigError(f"--config is given {len(found)} times: give one ({', '.join(found)})")
     return (found[0] if found else None), rest
 
 
 def load_argv(argv: Sequence[str]) -> DictConfig:
-    """Load the config that a recipe's command line names (``--config X key=value ...``).
+    """Load the config that a recipe's command line names (`--config X key=value ...`).
 
     Raises:
-        ConfigError: As :func:`load`, and when there is no ``--config``.
+        ConfigError: As `load`, and when there is no `--config`.
     """
     source, overrides = split_argv(argv)
     if source is None:

@@ -1,7 +1,7 @@
-"""Where the shipped recipes and configs lie, found by path: there is no registry to keep.
+"""Finds the shipped recipes and configs by path, without a registry.
 
-In a checkout they stand at the top (``recipes/``, ``configs/``); in a wheel they stand inside the
-package (``_recipes``, ``_configs``), because a top-level ``recipes`` module would clash with others.
+In a checkout they are at the top (`recipes/`, `configs/`); in a wheel they are inside the
+package (`_recipes`, `_configs`), because a top-level `recipes` module would clash with others.
 """
 
 import os
@@ -47,12 +47,12 @@ def _shipped_dir(name: str) -> Path:
 
 
 def recipes_dir() -> Path:
-    """Return the folder of the shipped recipes (``NAME.py``)."""
+    """Return the folder of the shipped recipes (`NAME.py`)."""
     return _shipped_dir("recipes")
 
 
 def configs_dir() -> Path:
-    """Return the folder of the shipped configs (``FAMILY/NAME.yaml``)."""
+    """Return the folder of the shipped configs (`FAMILY/NAME.yaml`)."""
     return _shipped_dir("configs")
 
 
@@ -62,23 +62,23 @@ def recipe_names() -> list[str]:
 
 
 def config_names() -> list[str]:
-    """Return the names of the shipped configs (``llama3/8B_full``), sorted."""
+    """Return the names of the shipped configs (`llama3/8B_full`), sorted."""
     root = configs_dir()
     return sorted(p.relative_to(root).with_suffix("").as_posix() for p in root.rglob("*.yaml"))
 
 
 def shipped_config(name: str) -> Path | None:
-    """Return the path of the shipped config called ``name``, or None."""
+    """Return the path of the shipped config called `name`, or None."""
     return configs_dir() / f"{name}.yaml" if name in config_names() else None
 
 
 def shipped_recipe(name: str) -> Path | None:
-    """Return the path of the shipped recipe called ``name``, or None."""
+    """Return the path of the shipped recipe called `name`, or None."""
     return recipes_dir() / f"{name}.py" if name in recipe_names() else None
 
 
 def _first_file(path: Path, suffix: str) -> Path | None:
-    """Return ``path``, or ``path`` with the suffix added, whichever is a file."""
+    """Return `path`, or `path` with the suffix added, whichever is a file."""
     candidates = [path, path.with_name(path.name + suffix)] if path.name else [path]
     return next((c.resolve() for c in candidates if c.is_file()), None)
 
@@ -86,7 +86,7 @@ def _first_file(path: Path, suffix: str) -> Path | None:
 def find_config(name: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a config given as a file path or as a shipped name.
 
-    A file wins over a shipped config of the same name (``.yaml`` may be left out for both), and
+    A file wins over a shipped config of the same name (`.yaml` may be left out for both), and
     relative paths are taken from the current directory.
 
     Raises:
@@ -122,7 +122,7 @@ def find_recipe(name: str) -> Path:
         return found
     if name in TORCHTUNE_RECIPES:
         raise ConfigError(
-            f"torchtune's recipe {name} is not here; available: {', '.join(recipe_names())}"
+            f"torchtune's recipe {name} is not supported; available: {', '.join(recipe_names())}"
         )
     if path.suffix == ".py":
         raise ConfigError(f"recipe file {name!r} does not exist (looked in {Path.cwd()})")

@@ -1,4 +1,4 @@
-"""From a dotted path in a config to the class or function that it names, if a config may name it."""
+"""From a dotted path in a config to the class or function that it names, if that is allowed."""
 
 import importlib
 import inspect
@@ -16,9 +16,9 @@ def get_component(path: str, key: str = COMPONENT) -> Callable[..., Any]:
     """Return the class or function that a dotted path names.
 
     Args:
-        path: A dotted path; ``torchtune.`` names resolve to this project's equivalents.
-        key: The config key that holds it: it says which components may be named (see
-            :mod:`torchtune_cp.config.allow`).
+        path: A dotted path; `torchtune.` names resolve to this project's equivalents.
+        key: The config key, which determines the allowed components (see
+            `torchtune_cp.config.allow`).
 
     Raises:
         ConfigError: A name that does not exist, or that a config may not name there.
@@ -68,7 +68,7 @@ def _walk(target: str, path: str, key: str) -> Any:
         if isinstance(attribute, types.ModuleType) and attribute.__name__ != ".".join(
             parts[: position + 1]
         ):
-            raise _refused(path, key, f"it reaches the module {attribute.__name__} sideways")
+            raise _refused(path, key, f"it refers to the module {attribute.__name__} sideways")
         found = attribute
     return found
 

@@ -1,7 +1,7 @@
-"""What a run will write, tried before it trains: kind and permission of every path, and whose folder it is.
+"""Checks the output paths of a run before it trains: kind, permission, and the owner of the folder.
 
-``tune run`` does this before it starts a process, and the process that writes for all ranks once more
-when it takes the folder for itself (it may have been started without ``tune run``). Nothing that is there
+`tune run` does this before it starts a process, and the process that writes for all ranks does it again
+when it takes the folder for itself (it may have been started without `tune run`). Nothing that is there
 is changed by either.
 """
 
@@ -27,7 +27,7 @@ from torchtune_cp.config.path_checks import (
 )
 from torchtune_cp.errors import ConfigError
 
-#: What a run writes into its ``output_dir`` (and the loggers' notes, and the lock).
+#: What a run writes into its `output_dir` (and the loggers' notes, and the lock).
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 CHECKPOINTS_NAME = "checkpoints"
@@ -42,9 +42,9 @@ class RunOutput:
     """Where a run writes, read from a config of any kind.
 
     Attributes:
-        folder: Its ``output_dir``.
-        resume: ``resume_from_checkpoint``.
-        overwrite: Whether it may start anew where a run is.
+        folder: Its `output_dir`.
+        resume: `resume_from_checkpoint`.
+        overwrite: Whether it may replace an existing run.
         logs: Further folders and files that it makes or writes into: config key, path and kind.
     """
 
@@ -55,10 +55,10 @@ class RunOutput:
 
     @classmethod
     def of(cls, cfg: DictConfig) -> RunOutput | None:
-        """Read the keys; None for a config without an ``output_dir``: there is nothing to know.
+        """Read the keys; None for a config without an `output_dir`: there is nothing to know.
 
         Args:
-            cfg: The config as it was loaded; one of the user's own recipe may have any keys.
+            cfg: The config as it was loaded; one of the user recipe may have any keys.
 
         Raises:
             ConfigError: A path is empty or cannot be a path.
@@ -104,8 +104,8 @@ class RunOutput:
     def refuse_start_over(self, last: Owner | None) -> None:
         """Refuse to begin where a run is that this start does not continue.
 
-        A ``config.yaml`` alone may have been left by a start that failed before its first step; where no
-        run has ever written, it is somebody's own.
+        A `config.yaml` alone may have been left by a start that failed before its first step; where no
+        run has ever written, it belongs to the user.
 
         Args:
             last: Who wrote here before.
@@ -126,7 +126,7 @@ class RunOutput:
         raise ConfigError(
             f"output_dir: {self.folder} holds a run already ({', '.join(found)}), and {what}:"
             " resume_from_checkpoint=true continues a run from its newest checkpoint, another output_dir"
-            " starts beside it, overwrite=true starts anew over it"
+            " keeps both, overwrite=true replaces it"
         )
 
     def _of_a_run(self) -> Iterator[str]:
@@ -143,7 +143,7 @@ class RunOutput:
         return folder.is_dir() and any(not name.startswith(".") for name in os.listdir(folder))
 
     def _continues(self) -> bool:
-        """Whether this start goes on with the run in its folder, or with one that never saved."""
+        """Whether this start continues the run in its folder, or one that never saved."""
         if self.resume is True:
             return self._has_checkpoints() or not _is_model(self.folder / FINAL_NAME)
         if not self.resume:
@@ -221,7 +221,7 @@ def hold_output(cfg: DictConfig, launcher: int | None, *, restarted: bool) -> No
         restarted: Whether it has done so: what is in the folder is the run's own.
 
     Raises:
-        ConfigError: As :func:`check_output`.
+        ConfigError: As `check_output`.
         UserError: A disk is full.
     """
     global _held
@@ -243,9 +243,9 @@ def hold_output(cfg: DictConfig, launcher: int | None, *, restarted: bool) -> No
 
 
 def release_output() -> None:
-    """Say that the run which :func:`hold_output` took a folder for is done; without one nothing happens.
+    """Say that the run which `hold_output` took a folder for is done; without one nothing happens.
 
-    A process that fails need not: its lock goes with it, and its launcher may start it again.
+    A process that fails need not: its lock ends with it, and its launcher may start it again.
     """
     if _held is not None:
         _held.release()

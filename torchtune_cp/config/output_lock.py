@@ -1,11 +1,11 @@
-"""One run, one folder: a lock in ``output_dir`` that dies with the process that holds it.
+"""One run, one folder: a lock in `output_dir` that ends with the process that holds it.
 
 The process that writes for all ranks (rank 0) holds it. The kernel's lock on the file ends with that
-process, however it ends, on NFS too; but some file systems have no such locks, or none that reach another
-node, and between two starts of torch's elastic agent no rank is there to hold one. So the file also says
-who holds it, and its time is renewed every few seconds. A process of this host is looked for by its id and
-start time. One of another host cannot be: as long as its file is renewed it lives, and after some time
-without that it counts as gone.
+process in any case, on NFS too; but some file systems have no such locks, or none that reach another
+node, and between two starts of torch's elastic agent no rank exists to hold one. So the file also records
+who holds it, and its time is renewed every few seconds. A process of this host is identified by its id and
+start time. One of another host cannot be: it counts as running as long as its file is renewed, and after some
+time without that it counts as ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtune_cp.launch.run_folder import is_running
 
 LOCK_NAME = ".run.lock"
 
-#: Seconds between two renewals, and those without one after which a process of another host is gone.
+#: Seconds between two renewals, and those without one after which a process of another host counts as ended.
 _RENEWED_EVERY_S = 5.0
 _PATIENCE_S = 45.0
 _LONGEST_RECORD = 4096
@@ -47,8 +47,8 @@ class Owner:
         started: When it started, in the kernel's count; None where that is not known.
         launcher: The process that started it and would start it again; None without one.
         launcher_started: When that one started.
-        job: torchrun's ``--rdzv-id``, the same on all nodes of a run; None without torchrun.
-        ended: Whether it has said that it is done.
+        job: torchrun's `--rdzv-id`, the same on all nodes of a run; None without torchrun.
+        ended: Whether it has recorded its end.
     """
 
     host: str
@@ -106,7 +106,7 @@ class OutputLock:
     """The lock of one folder, not taken yet.
 
     Attributes:
-        last: Who held it before; None when nobody ever did.
+        last: Who held it before; None without an earlier holder.
         taken: Whether this process has it.
     """
 
@@ -137,13 +137,13 @@ class OutputLock:
 
         Args:
             me: This process.
-            let_pass: A :attr:`Owner.job` of several nodes that this process belongs to: a lock that is
+            let_pass: A `Owner.job` of several nodes that this process belongs to: a lock that is
                 held for it is in order, and is not taken.
 
         Raises:
-            ConfigError: Another run uses the folder; the message says who, and what to do.
+            ConfigError: Another run uses the folder; the message names the run and what to do.
         """
-        began, first_sign, told = time.monotonic(), os.fstat(self._file).st_mtime_ns, False
+        began, first_sign, warned = time.monotonic(), os.fstat(self._file).st_mtime_ns, False
         while True:
             locked = self._try_lock()
             owner = self._read()
@@ -157,17 +157,17 @@ class OutputLock:
                     raise self._in_use(str(owner))
                 if locked and (near or waited > _PATIENCE_S):
                     break
-                if not told and not near:
-                    told = True
+                if not warned and not near:
+                    warned = True
                     print(
-                        f"output_dir: {self._folder} was last used by {owner}, which has not said that"
+                        f"output_dir: {self._folder} was last used by {owner},  which has not released it"
                         f" it ended: waiting {_PATIENCE_S:g} s for a sign of life",
                         file=sys.stderr,
                     )
             elif locked:
                 break
             if waited > _PATIENCE_S:
-                who = "a process that has not said who it is" if owner is None else str(owner)
+                who = "an unknown process" if owner is None else str(owner)
                 raise self._in_use(who, f"; if it has ended, delete {self._path}")
             if locked:  # whoever the folder belongs to may have it meanwhile
                 fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -175,7 +175,7 @@ class OutputLock:
         self.last, self.taken = owner, True
 
     def hold(self, me: Owner) -> None:
-        """Say who has the taken lock, and renew that until :meth:`release`."""
+        """Say who has the taken lock, and renew that until `release`."""
         assert self.taken
         self._me = me
         self._write(me)
@@ -183,13 +183,13 @@ class OutputLock:
         threading.Thread(target=self._renew, name="output-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lock back and say so: a later start on any host need not wait."""
+        """Release the lock and record that: a later start on any host need not wait."""
         if self._file < 0:
             return
         self._done.set()
         ended = self._me or self.last
         if self.taken and ended is not None:
-            with contextlib.suppress(OSError):  # the disk is gone: the next start waits
+            with contextlib.suppress(OSError):  # the disk is unavailable: the next start waits
                 self._write(replace(ended, ended=True))
         self._forget()
 
@@ -218,7 +218,7 @@ class OutputLock:
         )
 
     def _sign(self) -> int:
-        # Opened anew: NFS then asks the server instead of its cache.
+        # Opened again: NFS then asks the server instead of its cache.
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
         return os.fstat(self._file).st_mtime_ns

@@ -1,4 +1,4 @@
-"""Command-line changes to a config: ``key=value``, ``~key``, and the ``--key value`` spelling.
+"""Command-line changes to a config: `key=value`, `~key`, and the `--key value` spelling.
 
 They are applied to plain dicts and lists, where a list index is an index and an interpolation is
 still a string; OmegaConf gets the result.
@@ -26,7 +26,7 @@ _LONGEST_SHOWN = 200
 
 @dataclass(frozen=True)
 class Override:
-    """One change: set ``key`` to ``value``, or remove it."""
+    """One change: set `key` to `value`, or remove it."""
 
     key: str
     value: Any = None
@@ -34,12 +34,12 @@ class Override:
 
 
 def is_dotted_path(value: object) -> bool:
-    """Say whether ``value`` is a string such as ``package.module.name``."""
+    """Say whether `value` is a string such as `package.module.name`."""
     return isinstance(value, str) and _DOTTED_PATH.fullmatch(value) is not None
 
 
 def none_to_null(value: Any) -> Any:
-    """Replace the string ``None``, which YAML does not know, by null, at any depth."""
+    """Replace the string `None`, which YAML does not know, by null, at any depth."""
     if isinstance(value, dict):
         return {k: none_to_null(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -74,8 +74,8 @@ def parse_overrides(tokens: Sequence[str]) -> list[Override]:
     """Read command-line tokens.
 
     Args:
-        tokens: ``key=value``, ``~key``, ``--key=value``, or ``--key`` followed by its value. In the
-            two last spellings hyphens stand for underscores. ``key[0]`` is ``key.0``.
+        tokens: `key=value`, `~key`, `--key=value`, or `--key` followed by its value. In the
+            two last spellings hyphens are read as underscores. `key[0]` is `key.0`.
 
     Raises:
         ConfigError: A token is none of these.
@@ -109,7 +109,7 @@ def _looks_like_override(token: str) -> bool:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[Override]) -> None:
-    """Change ``tree`` in place, one override after the other.
+    """Change `tree` in place, one override after the other.
 
     Raises:
         ConfigError: A key to remove is not there, or a path leads through a value that has no keys.
@@ -175,7 +175,7 @@ def _merged(old: Any, new: Any) -> Any:
         return new
     if isinstance(new, dict):
         if COMPONENT in new and new[COMPONENT] != old.get(COMPONENT):
-            return new  # the arguments of another component say nothing about this one
+            return new  # the arguments of another component do not apply to this one
         return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
     if COMPONENT in old and isinstance(new, str) and not _is_interpolation(new):
         return {**old, COMPONENT: new}

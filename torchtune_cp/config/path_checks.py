@@ -1,4 +1,4 @@
-"""Tries a path before anything depends on it: what stands there, and whether it can be written."""
+"""Checks a path before anything depends on it: what exists there, and whether it can be written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
-    """Replace a leading ``~`` or ``~user``.
+    """Replace a leading `~` or `~user`.
 
-    Unlike ``Path.expanduser``, it raises nothing for a user who is not there: the path stays as it is, and is
+    Unlike `Path.expanduser`, it raises nothing for a user who is not there: the path stays as it is, and is
     missed under its name like any other.
 
     Args:
@@ -37,14 +37,14 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 
 
 def as_path(key: str, text: str) -> Path:
-    """Turn a config's value into an absolute path, its ``~`` replaced.
+    """Turn a config's value into an absolute path, its `~` replaced.
 
     Args:
         key: The config key, for messages.
         text: Its value.
 
     Raises:
-        ConfigError: It is empty, or would be taken for something else than it says.
+        ConfigError: It is empty, or would be interpreted differently than written.
     """
     if not text.strip():
         raise ConfigError(f"{key}: is empty: name a folder")
@@ -52,7 +52,7 @@ def as_path(key: str, text: str) -> Path:
         raise ConfigError(f"{key}: {text!r} is no path: it holds a NUL character")
     if os.path.expandvars(text) != text:
         raise ConfigError(
-            f"{key}: {text!r} names an environment variable in the shell's way, which is not replaced"
+            f"{key}: {text!r} uses the shell's syntax for a variable, which is not expanded"
             " here: write ${oc.env:NAME}"
         )
     try:
@@ -62,14 +62,14 @@ def as_path(key: str, text: str) -> Path:
 
 
 def kind_problem(path: Path, wanted: Kind) -> str | None:
-    """Say what stands where something else should be written: there, or where its folder should be.
+    """Report what exists at a path to be written, or in place of one of its folders.
 
     Args:
         path: The path; it need not be there.
         wanted: What should be there, or be made there.
 
     Returns:
-        One line; None when nothing is in the way. Links are followed.
+        One line; None if nothing prevents writing. Links are followed.
     """
     for place in (path, *path.parents):
         try:
@@ -81,8 +81,8 @@ def kind_problem(path: Path, wanted: Kind) -> str | None:
             continue
         except OSError as error:
             return f"{place} cannot be used: {error.strerror}"
-        found = next((said for is_so, said in _KINDS if is_so(mode)), "a device")
-        return None if found == wanted else f"{place} is {found}, and not {wanted}"
+        found = next((kind for is_so, kind in _KINDS if is_so(mode)), "a device")
+        return None if found == wanted else f"{place} is {found}, not {wanted}"
     return None
 
 
@@ -109,7 +109,7 @@ def cannot_write(key: str, path: Path, error: OSError) -> str:
     Args:
         key: The config key that led there.
         path: The path.
-        error: What the system said.
+        error: The system's error.
 
     Raises:
         UserError: The disk is full: no mistake in a config.

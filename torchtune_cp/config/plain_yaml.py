@@ -1,7 +1,7 @@
-"""YAML from anybody: what is wrong with it costs one line that names the place.
+"""Untrusted YAML: an error gives one line that names the position.
 
-The loaders behind it run no code, but a text can make them fail in every way that Python can, recurse
-without end, and make far more of it than it holds. So its events are looked through first.
+The loaders used here execute no code, but a text can make them raise any exception, recurse without end, or
+expand to far more than its size. So its events are checked first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_BYTES = 1_000_000
 _MOST_LEVELS = 50
 _MOST_VALUES = 10_000
 _LONGEST_KEY = 200
-# They may stand inside each other, and OmegaConf's parser is slow with those.
+# They may be nested, and OmegaConf's parser is slow with those.
 _MOST_REFERENCES = 50
 _LONGEST_SHOWN = 120
 _LONGEST_NUMBER = 100
@@ -37,7 +37,7 @@ _EVENTS: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping, with OmegaConf's rules (``2e-5`` is a number).
+    """Read a YAML file that holds a mapping, with OmegaConf's rules (`2e-5` is a number).
 
     Args:
         path: The file.
@@ -158,7 +158,7 @@ def _problem(event: yaml.NodeEvent, is_key: bool, sizes: dict[str, int]) -> str 
         spelt = tag.replace("tag:yaml.org,2002:", "!!")
         return f"the tag {spelt[:_LONGEST_SHOWN]!r} is not read; write the plain value without it"
     if isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
-        return f"*{event.anchor} stands inside of what it repeats, or before it"
+        return f"*{event.anchor} is used inside its own anchor, or before it"
     if not isinstance(event, yaml.ScalarEvent):
         return "a key is a word, not a list, a mapping or an alias" if is_key else None
     value = event.value
@@ -175,7 +175,7 @@ def _problem(event: yaml.NodeEvent, is_key: bool, sizes: dict[str, int]) -> str 
 
 
 def _line_of_bad_value(text: str) -> str:
-    """Say `` line N`` of the value that the loader fails with; it tells only that it has failed."""
+    """Return ` line N` of the value with which the loader fails, because its error has no position."""
     for event in yaml.parse(text, Loader=_EVENTS):
         if isinstance(event, yaml.ScalarEvent) and (event.implicit[0] or "${" in event.value):
             try:

@@ -1,7 +1,7 @@
 """The typed config of each recipe: every key, its type, its range and its default.
 
-A config is checked as a whole and all problems are reported at once. What a dataclass field cannot
-say (ranges, choices, what the recipe gives to a component) stands in the field's metadata.
+A config is checked as a whole and all problems are reported together. What a dataclass field cannot
+express (ranges, choices, what the recipe passes to a component) is in the field's metadata.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_cp.config.argument_types import SAID
+from torchtune_cp.config.argument_types import TYPE_NAMES
 from torchtune_cp.config.combinations import combination_problems
 from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
@@ -27,7 +27,7 @@ from torchtune_cp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a key's type does not say.
+    """What a key's type does not express.
 
     Attributes:
         low: The smallest value allowed.
@@ -36,8 +36,8 @@ class Rule:
         above: A bound that the value must exceed.
         also: Values allowed besides the range (-1 for "infer").
         choices: The only values allowed; strings match in any case.
-        spellings: Other spellings of a value, and what they stand for.
-        filled: Whether a string must say something.
+        spellings: Other spellings of a value, and their meaning.
+        filled: Whether a string must not be empty.
         positional: How many positional arguments the recipe gives to this component.
         supplied: The keyword arguments that the recipe gives to this component.
     """
@@ -72,9 +72,9 @@ def _default_loss() -> DictConfig:
 
 @dataclass(kw_only=True)
 class FullFinetuneConfig:
-    """Config of ``full_finetune_distributed``; the keys are torchtune's.
+    """Config of `full_finetune_distributed`; the keys are torchtune's.
 
-    Components stay config nodes (``{_component_: dotted.path, ...}``) that the recipe instantiates.
+    Components stay config nodes (`{_component_: dotted.path, ...}`) that the recipe instantiates.
     """
 
     # Which values came from the environment; without an annotation, for it is no key.
@@ -159,7 +159,7 @@ class FullFinetuneConfig:
     collective_timeout_s: Annotated[float, Rule(above=0, high=_Seconds)] = 600.0
     stop_grace_s: Annotated[float, Rule(low=0, high=_Seconds)] = 300.0
 
-    # What the run tells
+    # What the run reports
     metric_logger: DictConfig | None = None
     log_every_n_steps: Annotated[int, _AtLeastOne] = 1
     log_peak_memory_stats: bool = False
@@ -176,7 +176,7 @@ def _default_masking() -> DictConfig:
 
 @dataclass(kw_only=True)
 class MaskedLMConfig(FullFinetuneConfig):
-    """Config of ``esm2_mlm_distributed``: the keys of :class:`FullFinetuneConfig` and these."""
+    """Config of `esm2_mlm_distributed`: the keys of `FullFinetuneConfig` and these."""
 
     # How samples become batches
     masking: Annotated[DictConfig, Rule(positional=1, supplied=("seed",))] = field(
@@ -228,7 +228,7 @@ def to_typed(
 ) -> FullFinetuneConfig:
     """Turn a config into the recipe's typed one: resolved, checked, defaults filled in.
 
-    ``batch_size_val`` becomes ``batch_size`` where it is not given.
+    `batch_size_val` becomes `batch_size` where it is not given.
 
     Raises:
         ConfigError: With every problem found.
@@ -280,7 +280,7 @@ def check(
 
     Returns:
         The resolved values as plain containers, defaults filled in, without those that have a
-        problem; and every problem, one line each, as :func:`validate` and :func:`component_problems`
+        problem; and every problem, one line each, as `validate` and `component_problems`
         give them.
     """
     values, problems = _check(cfg, schema, world_size)
@@ -317,7 +317,7 @@ def resolved_dict(cfg: FullFinetuneConfig | DictConfig) -> dict[str, Any]:
 
 
 def resolved_yaml(cfg: FullFinetuneConfig | DictConfig) -> str:
-    """Return :func:`resolved_dict` as YAML; loading it gives the same run again."""
+    """Return `resolved_dict` as YAML; loading it gives the same run again."""
     return OmegaConf.to_yaml(OmegaConf.create(resolved_dict(cfg)))
 
 
@@ -333,7 +333,7 @@ class _Key:
 
     @property
     def is_component(self) -> bool:
-        """Whether a mapping here is a component (``compile`` takes a mapping of switches)."""
+        """Whether a mapping here is a component (`compile` takes a mapping of switches)."""
         return DictConfig in self.accepted and self.name != "compile"
 
 
@@ -383,7 +383,7 @@ def _check(
 
 
 def _adopt_keep_last_n(values: dict[str, Any]) -> list[str]:
-    """Take ``keep_last_n`` from the checkpointer, which has it in torchtune."""
+    """Take `keep_last_n` from the checkpointer, which has it in torchtune."""
     given = (values.get("checkpointer") or {}).get("keep_last_n_checkpoints")
     if given is None or "keep_last_n" not in values:
         return []
@@ -407,7 +407,7 @@ def naming_problems(origins: Mapping[Path, Origin]) -> Iterator[str]:
     """Refuse variables whose value everybody could read as the name of a folder, a file or a run.
 
     Args:
-        origins: See :func:`torchtune_cp.config.environment.from_environment`.
+        origins: See `torchtune_cp.config.environment.from_environment`.
     """
     for path, origin in origins.items():
         names = secret_variables(origin)
@@ -435,7 +435,7 @@ def _plain(node: Any) -> Any:
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     if hasattr(node, "_dereference_node"):
         if node._is_missing():
-            raise OmegaConfBaseException("??? stands where a value is needed")
+            raise OmegaConfBaseException("??? is used where a value is required")
         target = node._dereference_node()
         return _plain(target) if OmegaConf.is_config(target) else target._value()
     return node
@@ -481,8 +481,8 @@ def _accepted(hint: Any) -> tuple[Any, ...]:
     return (get_origin(hint) or hint,)
 
 
-_SAID = {
-    **SAID,
+_TYPE_NAMES = {
+    **TYPE_NAMES,
     list: "a list of strings",
     DictConfig: f"a component {{{COMPONENT}: dotted.path, ...}}",
     ListConfig: "a list of components",
@@ -502,8 +502,8 @@ def _checked(name: str, value: Any, accepted: tuple[Any, ...], rule: Rule) -> tu
     if isinstance(value, int) and not isinstance(value, bool) and int not in accepted:
         value = _as_float(value) if float in accepted else value
     if not _fits(value, accepted):
-        said = " or ".join(_SAID[kind] for kind in accepted)
-        return value, [f"{name}: expected {said}, got {value!r}"]
+        expected = " or ".join(_TYPE_NAMES[kind] for kind in accepted)
+        return value, [f"{name}: expected {expected}, got {value!r}"]
     if isinstance(value, dict):
         return value, _mapping_problems(name, value) + list(_endless_numbers(name, value))
     if isinstance(value, list) and list not in accepted:
@@ -529,7 +529,7 @@ def _fits(value: Any, accepted: tuple[Any, ...]) -> bool:
         if list in accepted:
             return all(isinstance(item, str) for item in value)
         return ListConfig in accepted
-    # bool is an int for Python, not for a user: type() tells them apart.
+    # bool is an int for Python, not for a user: type() distinguishes them.
     return type(value) in accepted
 
 

@@ -1,7 +1,7 @@
 """Keeps passwords, tokens and keys out of everything that is written, logged or printed.
 
-A secret is known by where it comes from (``${oc.env:NAME}`` in a config), by its place (the value of a
-key such as ``hf_token``, in a config or among the environment variables), or by its form (the keys of
+A secret is known by where it comes from (`${oc.env:NAME}` in a config), by its position (the value of a
+key such as `hf_token`, in a config or among the environment variables), or by its form (the keys of
 well-known services, passwords in URLs).
 """
 
@@ -46,11 +46,11 @@ _ASSIGNED = re.compile(r"""(["']?([A-Za-z][\w.-]*)(?:["']?=|["']:\s*)["']?)([^\s
 # Weights & Biases' older keys: 40 hexadecimal digits, which a git commit's name has too.
 _FORTY_HEX = re.compile(r"(?<![\w/@.:-])[0-9a-f]{40}(?![\w/])")
 _COMMIT_KEY = re.compile(r"(revision|commit|sha|hash|rev)", re.IGNORECASE)
-# A shorter value stands in too many other words to be looked for in a text.
+# A shorter value is part of too many other words to be searched for in a text.
 _SHORTEST = 6
 # A shell keeps the current folder in it: no password.
 _FOLDER_VARIABLE = "PWD"
-# What every program is told, and what schedulers and Weights & Biases name a run by.
+# Standard variables, and those by which schedulers and Weights & Biases name a run.
 _PUBLIC = re.compile(
     r"HOME|HOST|HOSTNAME|LOGNAME|OLDPWD|PWD|SHELL|TMPDIR|USER|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
     r"|CUDA_VISIBLE_DEVICES|((SLURM|PBS|LSB|SGE|FLUX|COBALT)_\w*)?JOB_?(ID|NAME|INDEX)|SLURM_(ARRAY|PROC|NODE)\w*ID|SKYPILOT_TASK_ID"
@@ -58,7 +58,7 @@ _PUBLIC = re.compile(
 )
 # From this length on a value is looked for inside longer words too.
 _LONG = 12
-# Variables that are meant to be secret, by whatever they are called; broader than for keys of configs,
+# Variables that are meant to be secret, judged by their names; broader than for keys of configs,
 # of which many end so and are none.
 _VARIABLE = re.compile(
     r"((^|_)(key|pat|pass|auth|pwd)|token|secret|password|passwd|passphrase|credentials?)$",
@@ -75,7 +75,7 @@ def is_secret_key(key: str) -> bool:
 
 
 def remember_secrets(config: Any) -> None:
-    """Have :func:`mask_text` know the values of a config's secret keys, wherever they turn up.
+    """Have `mask_text` know the values of a config's secret keys, wherever they turn up.
 
     Args:
         config: An OmegaConf config, or plain dicts and lists.
@@ -112,7 +112,7 @@ def _texts(origin: Origin) -> Iterator[str]:
 
 
 def _is_path(value: str) -> bool:
-    """Whether a value is an absolute path on this machine, as far as its top-most folder tells."""
+    """Whether a value is an absolute path on this machine, judging by its top-level folder."""
     top = os.path.join(*Path(value).parts[:2]) if os.path.isabs(value) else ""
     return value.isprintable() and os.path.exists(top)
 
@@ -127,14 +127,14 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def forget(value: str) -> None:
-    """Have :func:`mask_text` leave a value alone that turned out to be public: one of a key's choices."""
+    """Have `mask_text` leave a value alone that turned out to be public: one of a key's choices."""
     _remembered.discard(value)
 
 
 def secret_variables(origin: Origin) -> list[str]:
     """Return the variables behind a value that may hold a secret, for all that is known.
 
-    Not one that every program is told, or that names a run; nor an absolute path on this machine, unless
+    Not a standard variable or one that names a run; nor an absolute path on this machine, unless
     the variable is called as secrets are.
     """
     return [
@@ -151,7 +151,7 @@ def is_private(text: str) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a text file that holds a config; with mode 0600 where :func:`is_private` says so.
+    """Write a text file that holds a config; with mode 0600 if `is_private`.
 
     Args:
         path: An earlier file is replaced.
@@ -183,9 +183,9 @@ def mask_text(text: str) -> str:
         text: A log line, an error's message, a traceback.
 
     Returns:
-        The text; values of environment variables such as ``HF_TOKEN``, remembered values (see
-        :func:`remember_secrets`), parts with the form of a known service's key, and what stands
-        behind ``api_key=`` read ``***``.
+        The text; values of environment variables such as `HF_TOKEN`, remembered values (see
+        `remember_secrets`), parts with the form of a known service's key, and what stands
+        behind `api_key=` read `***`.
     """
     text = _mask_known(text)
     text = _FORM.sub(MASK, text)
@@ -229,12 +229,12 @@ def mask_secrets(config: Any, origins: Mapping[environment.Path, Origin] | None 
     Args:
         config: An OmegaConf config, or plain dicts and lists.
         origins: Where a config that is resolved already got its values from, see
-            :func:`torchtune_cp.config.environment.from_environment`.
+            `torchtune_cp.config.environment.from_environment`.
 
     Returns:
-        Plain containers; the values of keys such as ``api_key``, ``hf_token`` or ``password``, and the
+        Plain containers; the values of keys such as `api_key`, `hf_token` or `password`, and the
         parts of strings that have the form of a known service's key or are the value of such an
-        environment variable, read ``***``. What ``${oc.env:NAME}`` put in reads ``${oc.env:NAME}``, so
+        environment variable, read `***`. What `${oc.env:NAME}` put in reads `${oc.env:NAME}`, so
         that a config can be loaded again.
     """
     if isinstance(config, (DictConfig, ListConfig)):

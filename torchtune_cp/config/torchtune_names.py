@@ -1,7 +1,7 @@
-"""torchtune's public component names and what stands for each of them here.
+"""torchtune's public component names and their equivalents here.
 
-One explicit table: a name in it resolves to this project's equivalent, every other ``torchtune.``
-name is refused with what to use instead. torchtune itself is never imported.
+One explicit table: a name in it resolves to this project's equivalent, every other `torchtune.` name is
+refused, naming the alternative. torchtune itself is never imported.
 """
 
 import re
@@ -147,7 +147,7 @@ _USE_HF_CHECKPOINTER = (
 _ONLY_FULL = "only full fine-tuning is available: use the builder without LoRA"
 _OTHER_LOGGERS = "use WandBLogger, TensorBoardLogger, DiskLogger or StdoutLogger"
 
-# What to say about names without an equivalent: the first fragment found in the name decides.
+# Advice for names without an equivalent: the first fragment found in the name decides.
 _INSTEAD: tuple[tuple[str, str], ...] = (
     (".lora_", _ONLY_FULL),
     (".qlora_", _ONLY_FULL),
@@ -176,7 +176,7 @@ _INSTEAD: tuple[tuple[str, str], ...] = (
 
 
 def is_torchtune_name(path: str) -> bool:
-    """Say whether a component path belongs to torchtune (``torchtune.x.y``)."""
+    """Say whether a component path belongs to torchtune (`torchtune.x.y`)."""
     return path == "torchtune" or path.startswith("torchtune.")
 
 
@@ -184,7 +184,7 @@ def resolve(path: str) -> str:
     """Return this project's dotted path for a component path; other packages' paths are unchanged.
 
     Raises:
-        ConfigError: A ``torchtune.`` name without an equivalent; the message says what to use.
+        ConfigError: A `torchtune.` name without an equivalent; the message names the alternative.
     """
     if not is_torchtune_name(path) or path in ALIASES:
         return ALIASES.get(path, path)
@@ -199,7 +199,7 @@ def _what_to_use(path: str) -> str:
     if family and family.group(1) not in BUILT_FAMILIES:
         # Not auto_model: it builds the same families.
         return (
-            f": models of the family {family.group(1)} are not built; built are"
+            f": models of the family {family.group(1)} are not supported; supported are"
             f" {', '.join(BUILT_FAMILIES)}"
         )
     close = nearest(path, ALIASES)

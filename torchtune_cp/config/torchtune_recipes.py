@@ -1,6 +1,6 @@
-"""Is a config for one of torchtune's recipes that are not here?
+"""Detects configs of torchtune recipes that this project does not have.
 
-Such a config is told so at once, instead of by a list of keys that mean nothing here.
+Such a config is reported as such, instead of as a list of unknown keys.
 """
 
 import re
@@ -20,7 +20,7 @@ _DOES_THE_SAME = {"full_finetune_single_device": "full_finetune_distributed, wit
 
 @dataclass(frozen=True)
 class _Sign:
-    """What tells a recipe: one of the top-level keys, or a part of a component's or argument's name."""
+    """A sign of a recipe: one of the top-level keys, or a part of a component's or argument's name."""
 
     recipes: tuple[str, ...]
     keys: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class _Sign:
 _LORA = r"(\.|^)(q?lora|q?dora)_|\.peft\.|(^|\.)(apply_lora_to_\w+|use_dora)$"
 _TRAINING = ("optimizer", "dataset")
 
-# The first sign found decides: what adds something to another recipe stands before it.
+# The first sign found decides: an extension of another recipe comes before it.
 _SIGNS = (
     _Sign(
         ("knowledge_distillation_distributed", "knowledge_distillation_single_device"),

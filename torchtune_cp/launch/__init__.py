@@ -1,1 +1,1 @@
-"""Starting the processes of a run on a node, and ending them well: what is here knows no config."""
+"""Starting and ending the processes of a run on a node; nothing here depends on the config package."""

@@ -1,4 +1,4 @@
-"""Addresses that nodes meet at: whose they are, listening at one, waiting until a store answers at one."""
+"""Addresses of stores: which machine they belong to, listening at one, waiting until a store answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class AddressError(Exception):
-    """An address at which this process cannot listen, or where nobody answers as wanted."""
+    """An address at which this process cannot listen, or which does not answer as expected."""
 
 
 def shown(host: str, port: int) -> str:
@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own(host: str) -> bool:
-    """Say whether ``host`` is this machine.
+    """Say whether `host` is this machine.
 
     Raises:
         AddressError: The name is not known.
@@ -55,7 +55,7 @@ def is_own(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on the loopback interface if ``host`` is of it, else on every interface.
+    """Listen on the loopback interface if `host` is of it, else on every interface.
 
     Args:
         host: The name by which the others reach this machine.
@@ -69,13 +69,13 @@ def listen(host: str, port: int) -> socket.socket:
             if socket.has_dualstack_ipv6():
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             return socket.create_server(("", port))
-        # The name may stand for an IPv6 address too; one socket listens at one of them.
+        # The name may also resolve to an IPv6 address; one socket listens at one of them.
         address = LOOPBACK if host == "localhost" else host
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family)
     except OSError as error:
         held = error.errno == errno.EADDRINUSE
-        reason = "another program holds the port" if held else _reason(error)
+        reason = "another program uses the port" if held else _reason(error)
         raise AddressError(f"cannot listen at {shown(host, port)}: {reason}") from None
 
 
@@ -83,22 +83,22 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
     """Wait until a store of torch answers at an address.
 
     Another process asks: the look-up of a name may hang, torch's client waits without end for a program
-    that takes connections and says nothing, and writes a page of warnings while it waits for any other.
+    that accepts connections and sends nothing, and writes a page of warnings while it waits for any other.
 
     Args:
         host: Name or address.
         port: Of the store.
-        deadline: On the clock of ``time.monotonic``.
+        deadline: On the clock of `time.monotonic`.
 
     Raises:
-        AddressError: Nothing did in time; says what was found instead.
+        AddressError: No store answered in time; the message describes what was found instead.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         _ask_until_it_answers(host, port, deadline, writing)
     os.close(writing)
-    said = b""
+    reply = b""
     try:
         while (left := deadline - time.monotonic()) > 0:
             # Short waits: a signal's handler runs between two of them.
@@ -107,13 +107,13 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
             piece = os.read(reading, 4096)
             if not piece:
                 break
-            said += piece
+            reply += piece
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    answers = said.decode(errors="replace").split("\n")[:-1]
+    answers = reply.decode(errors="replace").split("\n")[:-1]
     if "ok" not in answers:
         raise AddressError(answers[-1] if answers else "no answer")
 
@@ -121,7 +121,7 @@ def wait_for_store(host: str, port: int, deadline: float) -> None:
 def _ask_until_it_answers(host: str, port: int, deadline: float, answer: int) -> NoReturn:
     from torch.distributed import TCPStore
 
-    def say(what: str) -> None:
+    def report(what: str) -> None:
         os.write(answer, f"{what}\n".encode())
 
     try:
@@ -135,12 +135,12 @@ def _ask_until_it_answers(host: str, port: int, deadline: float, answer: int) ->
             try:
                 socket.create_connection((host, port), timeout=left).close()
             except socket.gaierror as error:
-                say(f"the host name is not known here ({_reason(error)})")
+                report(f"the host name is not known here ({_reason(error)})")
             except (OSError, UnicodeError) as error:
                 refused = isinstance(error, ConnectionRefusedError)
-                say("nobody listens there" if refused else _reason(error))
+                report("nothing listens there" if refused else _reason(error))
             else:
-                say("what listens there is no store of torch's: another program holds the port")
+                report("the port is used by another program, not by a torch store")
                 with contextlib.suppress(RuntimeError):
                     TCPStore(
                         host,
@@ -149,7 +149,7 @@ def _ask_until_it_answers(host: str, port: int, deadline: float, answer: int) ->
                         wait_for_workers=False,
                         timeout=timedelta(seconds=left),
                     )
-                    say("ok")
+                    report("ok")
                     break
             time.sleep(0.2)
     finally:

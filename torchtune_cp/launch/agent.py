@@ -1,4 +1,4 @@
-"""Torch's elastic agent, with places to look in: its regular check, before a restart, around a stop."""
+"""Torch's elastic agent with hooks: at its regular check, before a restart, and around a stop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AgentWatch:
     """What is called while torch's agent supervises the workers of this node.
 
     Attributes:
-        tick: Called ten times a second while they run (torchrun's ``--monitor-interval``); what it raises
+        tick: Called ten times a second while they run (torchrun's `--monitor-interval`); what it raises
             ends the run.
         may_restart: Called with the failures by rank and the number of the restart, counted from 1;
             returns whether to restart. Not called when no restart is left.
@@ -36,7 +36,7 @@ class _WatchfulAgent(LocalElasticAgent):
     watch: ClassVar[AgentWatch]
     _restarts = 0
 
-    # Torch documents both methods as those that an agent of one's own implements.
+    # Torch documents both methods as those that a custom agent implements.
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.watch.tick()
         result = super()._monitor_workers(worker_group)
@@ -54,7 +54,7 @@ class _WatchfulAgent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def watched_agent(watch: AgentWatch) -> Iterator[None]:
-    """Have torchrun use an agent that calls ``watch`` (torch takes no agent as an argument)."""
+    """Have torchrun use an agent that calls `watch` (torch takes no agent as an argument)."""
     _WatchfulAgent.watch = watch
     before = torch_launcher.LocalElasticAgent
     torch_launcher.LocalElasticAgent = _WatchfulAgent  # type: ignore[misc]

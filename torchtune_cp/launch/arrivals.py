@@ -1,4 +1,4 @@
-"""Which nodes have come to a start of the ranks: noted in a store, settled by node 0."""
+"""Which nodes have joined a start of the ranks: recorded in a store, decided by node 0."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
-_ARRIVED, _OVER, _OPENED, _TOLD = "arrived", "over", "opened", "told"
+_ARRIVED, _OVER, _OPENED, _ACKNOWLEDGED = "arrived", "over", "opened", "acknowledged"
 _POLL_S = 0.1
-#: How long node 0, which may keep the store, waits for the others to hear why it gives up.
+#: How long node 0, which may keep the store, waits for the others to read why it gives up.
 _FAREWELL_S = 3.0
 
 
-class NotAllCame(Exception):
+class NodesMissing(Exception):
     """The time is over; the message names the nodes that are missing."""
 
 
 class Refused(Exception):
-    """The nodes cannot run together, or one of them has given up; the message says why."""
+    """The nodes cannot run together, or one of them has given up; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says of itself.
+    """What a node publishes about itself.
 
     Attributes:
-        rank: ``--node-rank``, or what the rendezvous gave it.
-        nnodes: ``--nnodes``, the same on all.
-        run: ``--rdzv-id``, the same on all.
+        rank: `--node-rank`, or what the rendezvous gave it.
+        nnodes: `--nnodes`, the same on all.
+        run: `--rdzv-id`, the same on all.
         host: Name of the machine.
         pid: Of the launcher.
     """
@@ -49,7 +49,7 @@ class Node:
 class Arrivals:
     """The nodes of one start.
 
-    Every call talks to the store and raises ``RuntimeError`` when it is gone.
+    Every call accesses the store and raises `RuntimeError` when it is unreachable.
 
     Args:
         store: Of this start alone.
@@ -70,25 +70,25 @@ class Arrivals:
         self._store.set(f"{_ARRIVED}/{place}", json.dumps(asdict(me)))
 
     def gather(self, me: Node, deadline: float) -> None:
-        """Wait, on node 0, until all nodes are there and check that they were started alike.
+        """Wait, on node 0, until all nodes are there and check that they were started with the same options.
 
         Args:
             me: This node.
-            deadline: On the clock of ``time.monotonic``.
+            deadline: On the clock of `time.monotonic`.
 
         Raises:
             NotAllCame: The time is over.
-            Refused: They were not started alike, or one of them has given up.
+            Refused: They were started with different options, or one of them has given up.
         """
         while True:
             nodes = self._nodes()
-            _check_alike(me, nodes)
+            _check_same_options(me, nodes)
             if not self._missing(nodes):
                 return
             self._wait_a_moment(deadline)
 
     def open(self, host: str, port: int) -> None:
-        """Let the others go on: the ranks meet at this address."""
+        """Release the others: the ranks' store is at this address."""
         places = [(node.rank, node.host, node.pid) for node in self._nodes()]
         self._store.set(_OPENED, json.dumps({"host": host, "port": port, "nodes": places}))
 
@@ -96,7 +96,7 @@ class Arrivals:
         """Wait, on the other nodes, for node 0.
 
         Returns:
-            Where the ranks meet.
+            Address of the ranks' store.
 
         Raises:
             NotAllCame: The time is over.
@@ -106,14 +106,14 @@ class Arrivals:
             self._wait_a_moment(deadline)
         opened = json.loads(self._store.get(_OPENED))
         if [me.rank, me.host, me.pid] not in opened["nodes"]:
-            raise Refused(f"the run has started already, with another node {me.rank}")
+            raise Refused(f"the run has already started with another node {me.rank}")
         return opened["host"], opened["port"]
 
     def give_up(self, why: str) -> None:
-        """Tell the others that there will be no start, and wait a moment until they have heard it."""
+        """Notify the others that there will be no start, and wait shortly for their acknowledgement."""
         self.leave(why)
         until = time.monotonic() + _FAREWELL_S
-        while self._store.add(_TOLD, 0) < self.count() - 1 and time.monotonic() < until:
+        while self._store.add(_ACKNOWLEDGED, 0) < self.count() - 1 and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def leave(self, why: str) -> None:
@@ -123,10 +123,10 @@ class Arrivals:
     def _wait_a_moment(self, deadline: float) -> None:
         if self._store.check([_OVER]):
             why = self._store.get(_OVER).decode()
-            self._store.add(_TOLD, 1)
+            self._store.add(_ACKNOWLEDGED, 1)
             raise Refused(why)
         if time.monotonic() > deadline:
-            raise NotAllCame(_named(self._missing(self._nodes()), self._world))
+            raise NodesMissing(_named(self._missing(self._nodes()), self._world))
         time.sleep(_POLL_S)
 
     def _nodes(self) -> list[Node]:
@@ -138,7 +138,7 @@ class Arrivals:
         return sorted(set(range(self._world)) - {node.rank for node in nodes})
 
 
-def _check_alike(me: Node, nodes: Sequence[Node]) -> None:
+def _check_same_options(me: Node, nodes: Sequence[Node]) -> None:
     seen: dict[int, Node] = {}
     for node in nodes:
         for option, theirs, ours in (
@@ -159,6 +159,6 @@ def _check_alike(me: Node, nodes: Sequence[Node]) -> None:
 
 def _named(missing: Sequence[int], world: int) -> str:
     if not missing:
-        return f"node 0, which has not started the {world} nodes that are there"
+        return f"node 0, which has not started the {world} nodes that have joined"
     some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return f"node{'s' if len(missing) > 1 else ''} {some} of {world} (counted from 0)"

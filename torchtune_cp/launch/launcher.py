@@ -1,8 +1,8 @@
-"""Start a program on every process of this node through torch's elastic agent, and end it well.
+"""Start a program on every process of this node through torch's elastic agent, and end it cleanly.
 
 The agent starts the processes, ends (or restarts) all of them when one fails, and collects what each
-recorded. Here its noise is kept down, the first cause is picked out, and signals go to the ranks as a
-request to save and leave.
+recorded. This module reduces its output, selects the first cause, and passes signals to the ranks as a
+request to save and exit.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def world_size_of(args: argparse.Namespace) -> int | None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the launcher has to know of a run's config; the defaults are those of the config.
+    """The parts of a run's config that the launcher needs; the defaults are those of the config.
 
     Attributes:
         stop_grace_s: How long the ranks may take to save and leave after a signal.
@@ -95,7 +95,7 @@ class RunSettings:
 
 
 def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> None:
-    """Run ``args.training_script`` as torchrun would.
+    """Run `args.training_script` as torchrun would.
 
     Args:
         args: The options of torchrun's parser, those of the rendezvous settled.
@@ -148,7 +148,7 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
     except SignalException as stopped:
         number = relay.ended_by or stopped.sigval
         late = (
-            f": the ranks had not left after stop_grace_s={settings.stop_grace_s:g} seconds"
+            f": the ranks had not exited after stop_grace_s={settings.stop_grace_s:g} seconds"
             if relay.overdue
             else ""
         )
@@ -172,13 +172,13 @@ def launch(args: argparse.Namespace, settings: RunSettings | None = None) -> Non
 
 
 def _left_to_the_agent(signals: str) -> str:
-    """Take out of torchrun's ``--signals-to-handle`` those that :class:`SignalRelay` answers."""
+    """Take out of torchrun's `--signals-to-handle` those that `SignalRelay` handles."""
     ours = {number.name for number in STOP_SIGNALS}
     return ",".join(name for name in signals.split(",") if name.strip() not in ours)
 
 
 def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
-    """Give torch a folder that goes with the run, unless the user asked for files of what ranks print."""
+    """Give torch a temporary folder, unless the user requested files with the output of the ranks."""
     if args.log_dir or args.logs_specs:
         return
     asked = {
@@ -190,7 +190,7 @@ def _choose_log_dir(args: argparse.Namespace, folder: RunFolder) -> None:
     if any(asked.values()):
         args.log_dir = tempfile.mkdtemp(prefix="torchelastic_")  # as torchrun calls it
         names = ", ".join(option for option, is_asked in asked.items() if is_asked)
-        print(f"note: the files of {names} lie in {args.log_dir}", file=sys.stderr)
+        print(f"note: the files of {names} are in {args.log_dir}", file=sys.stderr)
     else:
         # Torch's agent has the ranks write there why they failed, and would leave it.
         args.log_dir = str(folder.path / "ranks")
@@ -209,7 +209,7 @@ def _worker_environment(
         wanted["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
     if parse_min_max_nnodes(args.nnodes)[1] == 1:
         wanted |= loopback_variables()
-    # Else torch's c10d rendezvous opens a store for the ranks beside the one of launch.rendezvous.
+    # Else torch's c10d rendezvous opens a store for the ranks in addition to the one of launch.rendezvous.
     wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if settings.with_current_folder:  # as in the launcher, see cli.main
         paths = [p for p in (os.environ.get("PYTHONPATH"), os.getcwd()) if p]
@@ -251,10 +251,10 @@ def _quiet_agent() -> Iterator[None]:
 
 
 def _first_cause(failures: Mapping[int, Any], settings: RunSettings | None = None) -> RunFailed:
-    """Pick the failure that came first, and say it in the user's words.
+    """Pick the failure that came first, and describe it for the user.
 
     Ranks that only lost their peer, and ranks that the agent ended, come last. Among the others the
-    earliest record wins. A rank that left no record (killed, or a program of the user's own) counts
+    earliest record wins. A rank that left no record (killed, or a program of the user) counts
     after those that did; so does one whose collective timed out, as it waited for another one.
     """
 
@@ -300,7 +300,7 @@ def _without_record(rank: int, failure: Any, settings: RunSettings) -> RunFailed
         hint = " (often the system ran out of memory)"
     elif number == signal.SIGABRT:
         hint = (
-            " (NCCL ends a rank so that waits longer than"
+            " (NCCL ends a rank like this if it waits longer than"
             f" collective_timeout_s={settings.collective_timeout_s:g} for the others)"
         )
     return RunFailed(

@@ -1,4 +1,4 @@
-"""The interface that no other machine reaches: where the processes of one node listen for each other."""
+"""The loopback interface, on which the processes of a single node listen for each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loopback_variables() -> dict[str, str]:
     interface = next((name for name in ("lo", "lo0") if name in names), None)
     if interface is None:
         return {}
-    # NCCL takes a name as the beginning of one unless told otherwise.
+    # NCCL takes a name as the beginning of one by default.
     wanted: dict[str, str] = {"GLOO_SOCKET_IFNAME": interface}
     if not _nccl_file_names_an_interface():
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"

@@ -1,4 +1,4 @@
-"""The process of a rank: how it ends, and what it leaves for the launcher that started it."""
+"""The process of a rank: how it ends, and what it records for the launcher."""
 
 import ctypes
 import json
@@ -12,13 +12,13 @@ from typing import NoReturn
 from torchtune_cp.errors import EXIT_STOPPED, RunStopped
 from torchtune_cp.launch.run_folder import RunFolder, is_running
 
-#: Set by ``tune run`` for its workers, to its process id: they leave the report to the launcher.
+#: Set by `tune run` for its workers, to its process id: they leave the report to the launcher.
 LAUNCHED_VARIABLE = "TUNE_LAUNCHED"
-#: Set by the user (or by ``--log-level DEBUG``) to see tracebacks.
+#: Set by the user (or by `--log-level DEBUG`) to see tracebacks.
 TRACEBACK_VARIABLE = "TUNE_TRACEBACK"
 
-#: Exit codes of ``tune`` and of every recipe (with ``errors.EXIT_STOPPED``, and 128 + the number of a
-#: signal that ended it at once).
+#: Exit codes of `tune` and of every recipe (with `errors.EXIT_STOPPED`, and 128 + the number of a
+#: signal that ended it immediately).
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -39,7 +39,7 @@ def usable_cores() -> int:
 
 
 def launched_by() -> int | None:
-    """The process that started this one and may start it again: ``tune run``, or torch's agent."""
+    """The process that started this one and may start it again: `tune run`, or torch's agent."""
     launcher = os.environ.get(LAUNCHED_VARIABLE)
     if launcher:
         return int(launcher)
@@ -61,7 +61,7 @@ def exit_now(code: int) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # the reader is gone: nobody is left to see the rest
+            continue  # the reader has exited: no process reads the rest
     os._exit(code)
 
 
@@ -78,7 +78,7 @@ def leave(stopped: RunStopped) -> NoReturn:
 
     To torch's elastic agent a complete save is a success: anything else it would answer by ending
     the other ranks before they have left, or by starting all of them again. What it was stands in the
-    run's folder, and the launcher exits with ``EXIT_STOPPED``.
+    run's folder, and the launcher exits with `EXIT_STOPPED`.
     """
     folder = RunFolder.from_environment()
     if folder is None:
@@ -94,11 +94,11 @@ def leave(stopped: RunStopped) -> NoReturn:
 
 
 def end_by_signal(number: signal.Signals, *, lost_peer: bool) -> NoReturn:
-    """End the process at once, whatever its main thread does; callable from any thread.
+    """End the process immediately, even if its main thread is blocked; callable from any thread.
 
     Args:
         number: The signal, which gives the exit code.
-        lost_peer: Whether it only says that another rank has ended: not the cause of anything.
+        lost_peer: Whether the error only reports that another rank has ended, so it is not the cause.
     """
     summary = f"stopped by {number.name}"
     code = 128 + number
@@ -117,20 +117,20 @@ def record_failure(
     lost_peer: bool = False,
     exit_code: int = EXIT_FAILED,
 ) -> None:
-    """Write the error where torch's elastic agent looks for it (``TORCHELASTIC_ERROR_FILE``).
+    """Write the error where torch's elastic agent looks for it (`TORCHELASTIC_ERROR_FILE`).
 
-    The format is that of ``torch.distributed.elastic.multiprocessing.errors``. Its time stamp counts
-    seconds, too coarse to tell the first failing rank from those that lost their peer to it, so a
+    The format is that of `torch.distributed.elastic.multiprocessing.errors`. Its time stamp counts
+    seconds, too coarse to distinguish the first failing rank from those that lost their peer to it, so a
     finer one goes with it.
 
     Args:
-        summary: One line for the user (one a problem with ``config``). No text may hold a secret.
-        kind: ``config`` and ``user`` are the user's to mend; ``signal`` ended the rank; ``timeout`` means
-            that another rank did not come; ``error`` is the rest.
+        summary: One line for the user (one a problem with `config`). No text may hold a secret.
+        kind: `config` and `user` are the user's to mend; `signal` ended the rank; `timeout` means
+            that another rank did not come; `error` is the rest.
         message: The error with its type; the summary without one.
         stack: Its traceback.
         lost_peer: Whether the rank failed only because another one did.
-        exit_code: What ``tune run`` exits with when this is the first cause.
+        exit_code: What `tune run` exits with when this is the first cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -163,7 +163,7 @@ def timed_out(error: BaseException) -> bool:
         sign in text
         for sign in (
             "Timed out waiting",  # gloo
-            "Application timeout caused pair closure",  # gloo, where another wait was under way
+            "Application timeout caused pair closure",  # gloo, where another wait was in progress
             "Watchdog caught collective operation timeout",  # NCCL
         )
     )
@@ -172,7 +172,7 @@ def timed_out(error: BaseException) -> bool:
 def lost_its_peer(error: BaseException) -> bool:
     """Say whether this rank failed only because another one did: not the first cause.
 
-    Errors that pass on another rank's say so with an attribute ``from_another_rank``; those of a
+    Errors that forward another rank's error have an attribute `from_another_rank`; those of a
     collective whose peer went away are known by the backends' words.
     """
     if getattr(error, "from_another_rank", False):

@@ -1,9 +1,9 @@
-"""How the launchers of a run's nodes find each other, and where their ranks then meet.
+"""How the launchers of a run's nodes find each other, and the address of their ranks' store.
 
-Registered with torch's elastic agent as backends of this project. Against torch's they listen on the
-loopback interface where nobody else is to join, make the ranks a new store for each start, wait where
-signals are heard, and say in one line what they waited for. Only ``c10d`` (nodes that come and go) keeps
-pickled state in its store.
+Registered with torch's elastic agent as backends of this project. Unlike torch's they listen on the
+loopback interface where no other node is to join, create a new store for the ranks at each start, wait where
+signals are handled, and report in one line what they waited for. Only `c10d` (a varying number of nodes)
+keeps pickled state in its store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchtune_cp.launch.addresses import (
     shown,
     wait_for_store,
 )
-from torchtune_cp.launch.arrivals import Arrivals, Node, NotAllCame, Refused
+from torchtune_cp.launch.arrivals import Arrivals, Node, NodesMissing, Refused
 from torchtune_cp.launch.rendezvous_options import DYNAMIC, NODE_RANK, ONE_NODE, STATIC, TIMEOUT
 
 
@@ -56,7 +56,7 @@ class _Rendezvous(RendezvousHandler):
         self._ranks_meet: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name that torch's agent was told."""
+        """Return the name that was passed to torch's agent."""
         return self._params.backend
 
     @property
@@ -65,15 +65,15 @@ class _Rendezvous(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        """Return ``--rdzv-id``."""
+        """Return `--rdzv-id`."""
         return self._params.run_id
 
     def is_closed(self) -> bool:
-        """Whether nobody may join any more."""
+        """Whether the rendezvous is closed for further nodes."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: :meth:`shutdown` tells the others."""
+        """Do nothing: `shutdown` notifies the others."""
 
     def num_nodes_waiting(self) -> int:
         """Return how many nodes wait for this one to start its ranks again."""
@@ -85,7 +85,7 @@ class _Rendezvous(RendezvousHandler):
 
 
 def _serve(host: str, port: int) -> TCPStore:
-    """Keep a store where others know this machine as ``host``."""
+    """Keep a store where others know this machine as `host`."""
     try:
         listener = listen(host, port)
     except AddressError as error:
@@ -100,7 +100,7 @@ class OneNode(_Rendezvous):
     """All ranks are on this node: a store on the loopback interface, new for each start."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Make the store; nobody is waited for."""
+        """Create the store without waiting for other nodes."""
         host, port = parse_rendezvous_endpoint(self._params.endpoint, 0)
         self._ranks_meet = None  # it may hold the port that the next one is to have
         self._ranks_meet = _serve(host, port)
@@ -118,9 +118,9 @@ class _SeveralNodes(_Rendezvous):
             self._host, self._port = parse_rendezvous_endpoint(params.endpoint, 0)
             self._address = shown(self._host, self._port)
 
-    def _gone(self) -> RendezvousConnectionError:
+    def _store_lost(self) -> RendezvousConnectionError:
         return RendezvousConnectionError(
-            f"the store at {self._address} is gone: the node that kept it has failed or was ended"
+            f"the store at {self._address} is lost: the node that hosts it has failed or exited"
         )
 
     def _late(self, missing: str) -> RendezvousTimeoutError:
@@ -132,10 +132,10 @@ class _SeveralNodes(_Rendezvous):
         try:
             wait_for_store(self._host, self._port, deadline)
         except AddressError as error:
-            raise self._late(f"the node that keeps the store: {error}") from None
+            raise self._late(f"the node that hosts the store: {error}") from None
 
     def _meet(self, store: Store, rank: int, world: int, deadline: float) -> RendezvousStoreInfo:
-        """Wait until all nodes of this start are there; returns where the ranks meet."""
+        """Wait until all nodes of this start are there; returns the address of the ranks' store."""
         fewest, most = self._params.min_nodes, self._params.max_nodes
         nnodes = str(most) if fewest == most else f"{fewest}:{most}"
         me = Node(rank, nnodes, self._params.run_id, socket.gethostname(), os.getpid())
@@ -145,18 +145,18 @@ class _SeveralNodes(_Rendezvous):
             if rank == 0:
                 return self._open(arrivals, me, deadline)
             host, port = arrivals.wait_until_open(me, deadline)
-        except NotAllCame as missing:
+        except NodesMissing as missing:
             raise self._late(str(missing)) from None
         except Refused as refused:
             raise RendezvousStateError(f"{refused} (they met at {self._address})") from None
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         if (host, port) != (self._host, self._port):
             try:
                 wait_for_store(host, port, max(deadline, time.monotonic() + 1))
             except AddressError as error:
                 raise RendezvousConnectionError(
-                    f"node 0 says that the ranks meet at {shown(host, port)}: {error}"
+                    f"node 0 announces the ranks' store at {shown(host, port)}: {error}"
                     " (--local-addr on node 0 gives it another name)"
                 ) from None
         return RendezvousStoreInfo(host, port)
@@ -165,7 +165,7 @@ class _SeveralNodes(_Rendezvous):
         try:
             arrivals.gather(me, deadline)
             meeting = self._store_for_ranks()
-        except NotAllCame as missing:
+        except NodesMissing as missing:
             arrivals.give_up(f"node 0 has waited {self._timeout_s} s for {missing}")
             raise
         except (Refused, RendezvousConnectionError) as error:
@@ -224,7 +224,7 @@ class StaticNodes(_SeveralNodes):
         try:
             store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
 
@@ -243,7 +243,7 @@ class StaticNodes(_SeveralNodes):
         try:
             return Arrivals(self._notes("nodes"), self._params.max_nodes).count()
         except RuntimeError:
-            raise self._gone() from None
+            raise self._store_lost() from None
 
     def shutdown(self) -> bool:
         """Leave; nodes that wait for this one to start again need not."""
@@ -255,7 +255,7 @@ class StaticNodes(_SeveralNodes):
 
 
 class DynamicNodes(_SeveralNodes):
-    """Torch's own ``c10d`` rendezvous, whose state is pickled: nodes that join and leave."""
+    """Torch's own `c10d` rendezvous, whose state is pickled: nodes that join and leave."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         """Take the options; nothing is opened yet."""
@@ -272,15 +272,17 @@ class DynamicNodes(_SeveralNodes):
             info = self._inner.next_rendezvous()
         except RendezvousTimeoutError:
             fewest = self._params.min_nodes
-            raise self._late(f"at least {fewest} nodes of {run}, and fewer came") from None
+            raise self._late(f"at least {fewest} nodes of {run}, and fewer joined") from None
         except RendezvousClosedError:
             raise RendezvousClosedError(
                 f"the run {run} at {self._address} has ended: give another --rdzv-id"
             ) from None
         except RendezvousConnectionError:
-            raise self._gone() from None
+            raise self._store_lost() from None
         except RendezvousStateError:
-            raise RendezvousStateError(f"what lies at {self._address} is no run's state") from None
+            raise RendezvousStateError(
+                f"the data at {self._address} is not the state of a run"
+            ) from None
         deadline = time.monotonic() + self._timeout_s
         nodes = PrefixStore("nodes", info.store)
         meeting = self._meet(nodes, info.rank, info.world_size, deadline)
@@ -299,7 +301,7 @@ class DynamicNodes(_SeveralNodes):
             except RendezvousConnectionError:
                 # Another launcher on this machine was faster, or the store went after it had answered.
                 if self._in_file or time.monotonic() > deadline:
-                    raise self._gone() from None
+                    raise self._store_lost() from None
                 time.sleep(0.1)
                 continue
             return create_handler(store, backend, self._params)
@@ -327,14 +329,14 @@ class DynamicNodes(_SeveralNodes):
         try:
             return self._inner.num_nodes_waiting()
         except RendezvousConnectionError:
-            raise self._gone() from None
+            raise self._store_lost() from None
 
     def is_closed(self) -> bool:
-        """Whether nobody may join any more."""
+        """Whether the rendezvous is closed for further nodes."""
         return self._inner is not None and self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Let nobody join any more."""
+        """Close the rendezvous for further nodes."""
         if self._inner is not None:
             self._inner.set_closed()
 

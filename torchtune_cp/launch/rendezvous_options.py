@@ -1,7 +1,8 @@
-"""What torchrun's rendezvous options ask for: read whole or refused, before anything is started.
+"""Checks and completes torchrun's rendezvous options before anything is started.
 
-One node meets nobody: its store listens on the loopback interface. A fixed number of nodes meets at node
-0's store, without pickled state (``static``); ``c10d`` is for nodes that come and go, and for who names it.
+A single node needs no rendezvous: its store listens on the loopback interface. A fixed number of nodes uses
+a store on node 0, without pickled state (`static`); `c10d` is used for a varying number of nodes, or on
+request.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from torchtune_cp.did_you_mean import did_you_mean
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.launch.addresses import LOOPBACK, AddressError, is_loopback, is_own, shown
 
-#: The backends of ``launch.rendezvous``, as torch's agent is told, and their own settings.
+#: The backends of `launch.rendezvous`, as passed to torch's agent, and their own settings.
 ONE_NODE, STATIC, DYNAMIC = "tune_one_node", "tune_static", "tune_c10d"
 TIMEOUT, NODE_RANK = "tune_timeout", "tune_node_rank"
 
 DEFAULT_TIMEOUT_S = 120
-#: Torchrun's own defaults; they do not tell whether the user has given them.
+#: Torchrun's own defaults; they do not show whether the user has set them.
 _MASTER_ADDR, _MASTER_PORT, _C10D_PORT = "127.0.0.1", 29500, 29400
 
 _SECONDS = ("read_timeout", "join_timeout", "last_call_timeout", "close_timeout")
 _C10D_NUMBERS = (*_SECONDS, "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt")
 _YES, _NO = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
-#: ``--rdzv-conf`` of each backend.
+#: `--rdzv-conf` of each backend.
 _CONF = {"static": ("timeout",), "c10d": (*_C10D_NUMBERS, "store_type", "is_host")}
 #: Torch's own backends that are left to it.
 _ETCD = ("etcd", "etcd-v2")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rdzv-timeout``, and keep apart what the user names from torchrun's defaults."""
+    """Add `--rdzv-timeout`, and keep apart what the user names from torchrun's defaults."""
     from torch.distributed.argparse_util import env
 
     parser.add_argument(
@@ -43,17 +44,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rdzv_timeout",
         action=env,
         type=int,
-        help=f"Seconds within which all nodes have to be there (default {DEFAULT_TIMEOUT_S}).",
+        help=f"Seconds within which all nodes must join (default {DEFAULT_TIMEOUT_S}).",
     )
     if parser.get_default("rdzv_backend") == "static":
         parser.set_defaults(rdzv_backend=None)
 
 
 def settle_rendezvous(args: argparse.Namespace) -> None:
-    """Choose the backend, and write into ``args`` what torch's agent is to be told.
+    """Choose the backend, and write into `args` the settings for torch's agent.
 
     Args:
-        args: The options of ``tune run``; ``--nnodes`` is well-formed.
+        args: The options of `tune run`; `--nnodes` is well-formed.
 
     Raises:
         ConfigError: They contradict each other, or name a machine that cannot be meant.
@@ -69,7 +70,7 @@ def settle_rendezvous(args: argparse.Namespace) -> None:
     conf = _read_conf(args.rdzv_conf, backend)
     if args.rdzv_timeout is not None and timeout_key in conf:
         raise ConfigError(
-            f"--rdzv-timeout and {timeout_key} in --rdzv-conf are the same: give one of them"
+            f"--rdzv-timeout and {timeout_key} in --rdzv-conf are the same setting: set only one of them"
         )
     given = conf.get(timeout_key, args.rdzv_timeout)
     timeout = DEFAULT_TIMEOUT_S if given is None else _seconds("--rdzv-timeout", given)
@@ -100,7 +101,7 @@ def _check_standalone(args: argparse.Namespace, most: int) -> None:
         raise ConfigError(f"--standalone and --rdzv-backend {args.rdzv_backend}: choose one")
     if args.master_port or (args.rdzv_endpoint and not args.rdzv_endpoint.endswith(":0")):
         option = "--master-port" if args.master_port else "--rdzv-endpoint"
-        raise ConfigError(f"--standalone takes a free port: leave out {option}, or --standalone")
+        raise ConfigError(f"--standalone chooses a free port: remove {option}, or --standalone")
 
 
 def _check_backend(backend: str, endpoint: str) -> None:
@@ -156,7 +157,7 @@ def _note_unused(args: argparse.Namespace, backend: str, most: int) -> None:
     names = ", ".join(option for option, is_given in unused.items() if is_given)
     if names:
         nodes = "one node" if most == 1 else "several nodes"
-        _note(f"--rdzv-backend {backend} with {nodes} makes no use of {names}")
+        _note(f"--rdzv-backend {backend} with {nodes} does not use {names}")
 
 
 def _seconds(option: str, value: str | int) -> int:
@@ -170,7 +171,7 @@ def _seconds(option: str, value: str | int) -> int:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Endpoint:
     """An address as the user gave it, or torchrun's default for it."""
 
     option: str
@@ -178,7 +179,7 @@ class _Place:
     port: int
 
 
-def _place(args: argparse.Namespace, backend: str, default_port: int) -> _Place:
+def _endpoint(args: argparse.Namespace, backend: str, default_port: int) -> _Endpoint:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     master = f"{args.master_addr}:{args.master_port or default_port}"
@@ -198,29 +199,29 @@ def _place(args: argparse.Namespace, backend: str, default_port: int) -> _Place:
                 f"--rdzv-endpoint {text} and --master-addr / --master-port {master} name two"
                 " addresses: give one of them"
             )
-    return _Place(option, host, port)
+    return _Endpoint(option, host, port)
 
 
 def _settle_one_node(args: argparse.Namespace, backend: str) -> None:
     if args.node_rank != 0 and backend == "static":
         raise ConfigError(f"--node-rank {args.node_rank}: with --nnodes 1 there is node 0 only")
-    place = _place(args, backend, 0)
-    where = shown(place.host, place.port)
+    endpoint = _endpoint(args, backend, 0)
+    where = shown(endpoint.host, endpoint.port)
     try:
-        own = is_own(place.host)
+        own = is_own(endpoint.host)
     except AddressError as error:
-        raise ConfigError(f"{place.option} {where}: {error}") from None
+        raise ConfigError(f"{endpoint.option} {where}: {error}") from None
     if not own:
         raise ConfigError(
-            f"{place.option} {where}: with one node (--nnodes 1) its ranks meet on this machine,"
+            f"{endpoint.option} {where}: with one node (--nnodes 1) its store is on this machine,"
             " which has no such address: leave the option out, or set --nnodes"
         )
-    host = place.host
+    host = endpoint.host
     if not is_loopback(host) or host == "localhost":
         host = LOOPBACK
-    if not is_loopback(place.host):
-        _note(f"{place.option} {where}: one node meets at {shown(host, place.port)} instead")
-    args.rdzv_backend, args.rdzv_endpoint = ONE_NODE, shown(host, place.port)
+    if not is_loopback(endpoint.host):
+        _note(f"{endpoint.option} {where}: one node uses {shown(host, endpoint.port)} instead")
+    args.rdzv_backend, args.rdzv_endpoint = ONE_NODE, shown(host, endpoint.port)
     if args.rdzv_id == "none":
         args.rdzv_id = str(uuid.uuid4())
 
@@ -228,31 +229,33 @@ def _settle_one_node(args: argparse.Namespace, backend: str) -> None:
 def _settle_static(args: argparse.Namespace, fewest: int, most: int) -> None:
     if fewest != most:
         raise ConfigError(
-            f"--nnodes {args.nnodes} lets nodes come and go, which --rdzv-backend static does not"
-            " know: use c10d"
+            f"--nnodes {args.nnodes} allows a varying number of nodes, which --rdzv-backend static does not"
+            " support: use c10d"
         )
     if not 0 <= args.node_rank < most:
         raise ConfigError(
             f"--node-rank {args.node_rank}: with --nnodes {most} it is one of 0 to {most - 1}"
         )
-    place = _place(args, "static", _MASTER_PORT)
-    _check_port(place)
-    args.rdzv_backend, args.rdzv_endpoint = STATIC, shown(place.host, place.port)
+    endpoint = _endpoint(args, "static", _MASTER_PORT)
+    _check_port(endpoint)
+    args.rdzv_backend, args.rdzv_endpoint = STATIC, shown(endpoint.host, endpoint.port)
 
 
 def _settle_c10d(args: argparse.Namespace, fewest: int, most: int, in_file: bool) -> None:
     if fewest != most and not args.rdzv_endpoint:
-        raise ConfigError(f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT to meet at")
+        raise ConfigError(
+            f"--nnodes {args.nnodes} needs --rdzv-endpoint HOST:PORT for the rendezvous"
+        )
     if not in_file:
-        place = _place(args, "c10d", _C10D_PORT)
-        _check_port(place)
-        args.rdzv_endpoint = shown(place.host, place.port)
+        endpoint = _endpoint(args, "c10d", _C10D_PORT)
+        _check_port(endpoint)
+        args.rdzv_endpoint = shown(endpoint.host, endpoint.port)
     args.rdzv_backend = DYNAMIC
 
 
-def _check_port(place: _Place) -> None:
-    if place.port == 0:
-        raise ConfigError(f"{place.option}: several nodes need a port that they know, got 0")
+def _check_port(endpoint: _Endpoint) -> None:
+    if endpoint.port == 0:
+        raise ConfigError(f"{endpoint.option}: several nodes need a fixed port, got 0")
 
 
 def _note(line: str) -> None:

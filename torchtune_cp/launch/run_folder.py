@@ -1,7 +1,7 @@
-"""Notes that ``tune run`` and the ranks of its node leave for each other while a run is under way.
+"""Files through which `tune run` and the ranks of its node communicate during a run.
 
-A signal carries a number and nothing else: neither who sent it nor what for. The rest is said in
-small files in a folder of the run's own, whose path the ranks inherit in an environment variable.
+A signal carries only a number, without sender or reason. The rest is in small files in a folder of the run,
+whose path the ranks inherit in an environment variable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtune_cp.durable import write_text
 
-#: Set by ``tune run`` for its workers: where the notes of this run lie.
+#: Set by `tune run` for its workers: the folder with the notes of this run.
 RUN_FOLDER_VARIABLE = "TUNE_RUN_FOLDER"
 
 #: The signals that ask a run to save and leave.
@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ONE_SIGNAL_S = 0.2
 
 _PREFIX = "tune_run_"
-#: The owner stands in the name, so that there is no moment at which a folder has none.
+#: The owner is part of the name, so that a folder always has one.
 _WITH_OWNER = re.compile(
     rf"{_PREFIX}[0-9a-f]{{16}}_(?P<pid>[0-9]+)_(?P<began>[0-9]+)_[a-z0-9_]{{8}}"
 )
@@ -40,11 +40,11 @@ class RunFolder:
     """The folder of one run on one node.
 
     Attributes:
-        path: Where it lies.
+        path: Path of the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Use the folder at ``path``."""
+        """Use the folder at `path`."""
         self.path = Path(path)
 
     @classmethod
@@ -72,11 +72,11 @@ class RunFolder:
         self._write(_ASKED_BY_LAUNCHER, str(int(number)))
 
     def end(self) -> None:
-        """Note that all ranks end at once: from now on any signal means that."""
+        """Note that all ranks end immediately: from now on any signal means that."""
         self._write(_ENDING, "")
 
     def forget_ranks(self) -> None:
-        """Remove the notes of ranks that are gone, and that they were to end, before others start."""
+        """Remove the notes of ended ranks and the request to end, before others start."""
         for kind in ("ready", "asked", "stopped"):
             for note in self.path.glob(f"{kind}.*"):
                 note.unlink(missing_ok=True)
@@ -88,15 +88,15 @@ class RunFolder:
         self._write(f"ready.{os.getpid()}", "")
 
     def withdraw(self) -> None:
-        """Take :meth:`announce` back: this process has finished."""
+        """Take `announce` back: this process has finished."""
         (self.path / f"ready.{os.getpid()}").unlink(missing_ok=True)
 
     def note_asked(self, number: int) -> None:
-        """Note that this process was sent a signal by somebody other than the launcher."""
+        """Note that this process was sent a signal by a process other than the launcher."""
         self._write(f"asked.{os.getpid()}", str(int(number)))
 
     def note_stopped(self, line: str) -> None:
-        """Note that this process left as asked, after a complete save; ``line`` is for the user."""
+        """Note that this process left as asked, after a complete save; `line` is for the user."""
         self._write(f"stopped.{os.getpid()}", line)
 
     # --- what both read ------------------------------------------------------------------------
@@ -112,11 +112,11 @@ class RunFolder:
         return found or next((signal.Signals(int(text)) for text in texts if text), None)
 
     def is_ending(self) -> bool:
-        """Whether all ranks are to end at once."""
+        """Whether all ranks are to end immediately."""
         return (self.path / _ENDING).exists()
 
     def ready(self) -> list[int]:
-        """Return the process ids that announced themselves and did not withdraw, alive or not."""
+        """Return the process ids that announced themselves and did not withdraw, running or not."""
         return [int(note.suffix[1:]) for note in sorted(self.path.glob("ready.*"))]
 
     def stopped(self) -> str | None:
@@ -129,7 +129,7 @@ class RunFolder:
             # Of use while the launcher lives only: no wait for a disk that checkpoints keep busy.
             write_text(self.path / name, text, synced=False)
         except FileNotFoundError:
-            # The launcher has gone and taken the folder with it: nobody is left to read the note.
+            # The launcher has exited and removed the folder: no process is left to read the note.
             return
 
     def _read(self, name: str) -> str | None:
@@ -142,7 +142,7 @@ class RunFolder:
 def _namespace() -> str | None:
     """Name what process ids count in: this machine since its start, and the namespace.
 
-    None on a system without ``/proc``.
+    None on a system without `/proc`.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
@@ -156,7 +156,7 @@ def _began(pid: int) -> str | None:
     """Return when a process began, in the kernel's ticks; None if it has ended.
 
     Raises:
-        OSError: It cannot be told.
+        OSError: It cannot be determined.
     """
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -167,15 +167,15 @@ def _began(pid: int) -> str | None:
 
 
 def _remove_those_of_the_dead(namespace: str) -> None:
-    """Remove this user's folders whose launcher, of this machine and namespace, is gone for certain."""
+    """Remove this user's folders whose launcher, of this machine and namespace, has certainly exited."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{namespace}_*"):
         match = _WITH_OWNER.fullmatch(folder.name)
         try:
             info = folder.lstat()
-            gone = match is not None and _began(int(match["pid"])) != match["began"]
+            exited = match is not None and _began(int(match["pid"])) != match["began"]
         except OSError:
-            continue  # another launcher removes it too, or it cannot be told
-        if gone and stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid():
+            continue  # another launcher removes it too, or it cannot be determined
+        if exited and stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid():
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""How ``tune run`` answers a signal: it lets the ranks save and leave, and ends them if they do not."""
+"""How `tune run` handles a signal: the ranks save and exit, and are killed if they do not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from torchtune_cp.launch.run_folder import ONE_SIGNAL_S, STOP_SIGNALS, RunFolder, is_running
 
-#: What the ranks are sent; the reason stands in the run's folder.
+#: What the ranks are sent; the reason is in the run's folder.
 _REQUEST = signal.SIGUSR1
-#: The ranks end at once when told so; seconds after which one that does not (it was suspended, or its
+#: The ranks exit immediately on this signal; seconds after which one that does not (it was suspended, or its
 #: interpreter is stuck) is killed.
 _LAST_SECONDS = 3.0
 
@@ -33,7 +33,7 @@ class SignalRelay:
         grace_s: float,
         end_run: Callable[[signal.Signals], BaseException],
     ) -> None:
-        """Keep what is needed to answer a signal.
+        """Keep what is needed to handle a signal.
 
         Args:
             folder: Where the ranks announce that they can save and leave.
@@ -62,7 +62,7 @@ class SignalRelay:
         """End the run when the ranks have taken longer than the time of grace; called ten times a second.
 
         Raises:
-            BaseException: What ``end_run`` made.
+            BaseException: What `end_run` made.
         """
         asked = self._folder.asked()
         if asked is None:
@@ -78,18 +78,18 @@ class SignalRelay:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         if self.ended_by is not None:
-            return  # under way already
+            return  # already in progress
         if self._received_at is None:
             self._received_at = now
             if not any(is_running(pid) for pid in self._folder.ready()):
-                self._end_all(received)  # nobody has anything to save yet
+                self._end_all(received)  # no rank has anything to save yet
             self._asked_at = self._asked_at or now
             self._folder.ask(received)  # before looking who is there: see StopRequest
             _signal_all(self._folder.ready(), _REQUEST)
             # Not through sys.stderr: the handler may have interrupted a write to it.
             line = (
-                f"{received.name}: the ranks save a checkpoint and leave, within"
-                f" stop_grace_s={self._grace_s:g}; a second signal ends them at once\n"
+                f"{received.name}: the ranks save a checkpoint and exit, within"
+                f" stop_grace_s={self._grace_s:g}; a second signal kills them immediately\n"
             )
             with contextlib.suppress(OSError):
                 os.write(2, line.encode())

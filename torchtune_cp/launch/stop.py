@@ -1,10 +1,10 @@
-"""Turns signals into a request to save and leave, on which all ranks agree at a step boundary.
+"""Turns signals into a request to save and exit, on which all ranks agree at a step boundary.
 
-Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's ``--signal``:
-SIGUSR1; a terminal: SIGINT). The first one is remembered until all ranks stand at the same place; the
-second ends the process at once, also while its main thread sits in a collective: Python runs a
-signal's handler in the main thread only, but the number of the signal reaches another thread at once
-through ``signal.set_wakeup_fd``.
+Schedulers announce the end of a job with a signal (Slurm, Kubernetes: SIGTERM; Slurm's `--signal`:
+SIGUSR1; a terminal: SIGINT). The first one is recorded until all ranks are at the same step boundary; the
+second ends the process immediately, even while its main thread is blocked in a collective: Python runs a
+signal's handler in the main thread only, but the number of the signal reaches another thread immediately
+through `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 class StopRequest:
     """The signals that this rank has received, and whether any rank has received one.
 
-    From its construction on signals no longer end the process; :meth:`close` gives them back.
+    From its construction on signals no longer end the process; `close` gives them back.
     Outside the main thread no handlers can be installed: the other ranks' requests still count.
     """
 
     def __init__(self) -> None:
-        """Start to listen, and tell the launcher that this rank can save and leave."""
+        """Handle signals, and notify the launcher that this rank can save and exit."""
         self._asked = 0
         self._first_at: float | None = None
         self._forwarded = False
@@ -48,12 +48,13 @@ class StopRequest:
             self._listen()
 
     def agreed(self) -> str | None:
-        """Say whether any rank was asked to leave; all ranks get the same answer.
+        """Return whether any rank was asked to exit, the same result on all ranks.
 
-        Every rank has to call it at the same place: it is one all-reduce of one number over all ranks.
+        Every rank must call it at the same point of the step: it is one all-reduce of one number over all
+        ranks.
 
         Returns:
-            The signal's name, for example ``"SIGTERM"``, or None.
+            The signal's name, for example `"SIGTERM"`, or None.
         """
         number = self._asked
         if self._group_on is not None:
@@ -65,7 +66,7 @@ class StopRequest:
         name = signal.Signals(number).name
         if not self._announced:
             self._announced = True
-            _log.warning("%s: saving a checkpoint, then leaving", name)
+            _log.warning("%s: saving a checkpoint, then exiting", name)
             if self._folder is not None:
                 self._folder.note_asked(number)
         return name
@@ -153,7 +154,7 @@ os.register_at_fork(after_in_child=_forget_in_children)
 
 
 def _leave_it_to_the_watcher(number: int, frame: FrameType | None) -> None:
-    """Keep the signal from ending the process; its number has gone to the watcher already."""
+    """Keep the signal from ending the process; its number has been passed to the watcher already."""
 
 
 def _another_rank_died(folder: RunFolder) -> bool:
@@ -161,7 +162,7 @@ def _another_rank_died(folder: RunFolder) -> bool:
 
 
 def _device_of_the_flag() -> torch.device | None:
-    """Return where the flag lies for the all-reduce, None where there is nobody to agree with.
+    """Return the device of the flag for the all-reduce, None without other ranks.
 
     On the CPU wherever the group has a backend for it, so that it does not wait for the GPU's work.
     """

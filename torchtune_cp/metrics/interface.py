@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Scalar = torch.Tensor | int | float
 
 # `metric_logger=WandBLogger` on the command line replaces the component and keeps its other
-# sub-keys, so every logger meets keys of the others; a misspelt key belongs to none.
+# sub-keys, so every logger receives keys of the others; a misspelt key belongs to none.
 _KEYS = {
     "log_dir",
     "filename",
@@ -39,7 +39,7 @@ _KEYS = {
     "resume",
 }
 
-#: Keys of loggers that say something of a run and decide nothing: they are given masked.
+#: Descriptive keys of loggers without further effect: they are passed masked.
 LABELS = ("name", "run_name", "notes", "description", "tags", "job_type", "group", "config")
 
 
@@ -73,12 +73,12 @@ def to_number(value: Scalar) -> int | float:
 def unknown_keys(
     arguments: Mapping[str, Any], named: frozenset[str], more: Iterable[str] = ()
 ) -> Iterator[UserError]:
-    """Say which arguments of a logger belong to no logger, see `checked_by`.
+    """Check for arguments that belong to no logger, see `checked_by`.
 
     Args:
-        arguments: What the config gives.
+        arguments: Arguments from the config.
         named: Names in the logger's signature.
-        more: Further names that it takes.
+        more: Further names that it accepts.
     """
     known = {*named, *more} | _KEYS
     for key in arguments:

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, the run's own record whatever logger is chosen."""
+"""`metrics.jsonl`: one JSON object per line, the run's own record with every logger."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
-    """Move what stands under the metrics file's name to a name of its own, if it holds anything.
+    """Rename an existing metrics file that is not empty, to keep it.
 
     Args:
         output_dir: The run's folder.
@@ -41,19 +41,19 @@ def set_metrics_aside(output_dir: str | Path, why: str) -> Path | None:
 
 
 class MetricsFile:
-    """Appends to ``metrics.jsonl``; every line is complete and on its way to the disk when written.
+    """Appends to `metrics.jsonl`; every line is complete and on its way to the disk when written.
 
-    NaN and infinity are written as ``null``: JSON has no such numbers.
+    NaN and infinity are written as `null`: JSON has no such numbers.
     """
 
     def __init__(self, output_dir: str | Path, resume_step: int | None = None) -> None:
-        """Start the file anew, or continue it.
+        """Replace the file, or continue it.
 
         Args:
             output_dir: Folder, made if needed.
-            resume_step: None starts anew, over an earlier run's lines; a number keeps those up to this step,
+            resume_step: None replaces an earlier run's lines; a number keeps those up to this step,
                 byte for byte (lines that a crashed run wrote beyond it will be written again). A damaged
-                file is kept under another name, and one line says what is lost.
+                file is kept under another name, and one line reports what is lost.
 
         Raises:
             UserError: The file cannot be written.
@@ -70,7 +70,7 @@ class MetricsFile:
                 if damage is not None:
                     aside = set_metrics_aside(output_dir, "damaged") if damage.leaves_out else None
                     kept = f"; the file as it was is now {aside.name}" if aside else ""
-                    _LOG.warning("%s is damaged: %s%s", self.path, damage.said, kept)
+                    _LOG.warning("%s is damaged: %s%s", self.path, damage.description, kept)
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"output_dir: cannot write {self.path}: {error}") from error
@@ -79,7 +79,7 @@ class MetricsFile:
         """Append one line.
 
         Args:
-            record: Field to number, one-element tensor or None; must have ``step``.
+            record: Field to number, one-element tensor or None; must have `step`.
         """
         assert "step" in record, record
         numbers = {name: None if v is None else to_number(v) for name, v in record.items()}
@@ -117,10 +117,10 @@ class MetricsFile:
             tokens: Label tokens of the global step.
             tokens_per_second: Over all ranks.
             step_time_s: Seconds.
-            peak_memory_bytes: See :func:`torchtune_cp.metrics.memory.peak_memory_bytes`.
-            attention_imbalance: Largest over mean attention FLOPs of the ranks; None leaves it out.
-            nonfinite_steps: Steps left out so far, if this is one of them: the line's ``loss`` or
-                ``grad_norm`` is then ``null``. Other lines do not have the field.
+            peak_memory_bytes: See `torchtune_cp.metrics.memory.peak_memory_bytes`.
+            attention_imbalance: Largest over mean attention FLOPs of the ranks; None omits it.
+            nonfinite_steps: Steps left out so far, if this is one of them: the line's `loss` or
+                `grad_norm` is then `null`. Other lines do not have the field.
             extra: Further fields of a recipe's own.
         """
         record: dict[str, Scalar | None] = {

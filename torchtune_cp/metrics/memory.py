@@ -11,7 +11,7 @@ def peak_memory_bytes(device: torch.device | str) -> int:
 
     Args:
         device: On a GPU the peak of torch's allocator on it since
-            ``torch.cuda.reset_peak_memory_stats``; on the CPU the peak resident set of the whole
+            `torch.cuda.reset_peak_memory_stats`; on the CPU the peak resident set of the whole
             process (code and libraries included), which no call can reset.
     """
     device = torch.device(device)
@@ -39,8 +39,8 @@ def memory_stats(device: torch.device | str) -> dict[str, int]:
         device: The device the rank trains on.
 
     Returns:
-        On a GPU ``peak_memory_active``, ``peak_memory_alloc`` and ``peak_memory_reserved`` of
-        torch's allocator; on the CPU ``peak_memory_resident``.
+        On a GPU `peak_memory_active`, `peak_memory_alloc` and `peak_memory_reserved` of
+        torch's allocator; on the CPU `peak_memory_resident`.
     """
     device = torch.device(device)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl``, in whatever state it is: a crash, a full disk or an editor may have damaged it."""
+"""Reads `metrics.jsonl`, in any state: a crash, a full disk or an editor may have damaged it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MetricsLine:
     Attributes:
         number: From 1 on.
         text: Its bytes, with a newline at the end; empty when it cannot be read.
-        record: What it says.
+        record: The parsed object.
         problem: Why it cannot be read, None when it can.
         is_torn: Whether it is the beginning of a line.
     """
@@ -71,7 +71,7 @@ def _parsed(number: int, text: bytes) -> MetricsLine:
         return MetricsLine(number, problem="is not UTF-8", is_torn=not text.endswith(b"\n"))
     except (ValueError, RecursionError):
         is_torn = not text.endswith(b"\n")
-        problem = "is written in part only" if is_torn else "is not JSON"
+        problem = "is incomplete" if is_torn else "is not JSON"
         return MetricsLine(number, problem=problem, is_torn=is_torn)
     if not isinstance(record, dict):
         return MetricsLine(number, problem="is not a JSON object")
@@ -81,7 +81,7 @@ def _parsed(number: int, text: bytes) -> MetricsLine:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read a metrics file; lines that cannot be read, as one torn by a crash, are left out.
+    """Read a metrics file; unreadable lines, for example one cut off by a crash, are skipped.
 
     Args:
         path: The file.
@@ -98,12 +98,12 @@ class Damage:
     """What is wrong with a metrics file.
 
     Attributes:
-        said: The damage, and which steps are lost, in a line.
+        description: The damage and the lost steps, in one line.
         leaves_out: Whether there is something in it that is not copied, and that the run will not write
             again (as it will a last line that a crash has cut off).
     """
 
-    said: str
+    description: str
     leaves_out: bool
 
 
@@ -141,8 +141,10 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
                     steps.add(step)
     except (OSError, UserError) as error:
         is_readable = False
-        said = "it is not a regular file" if isinstance(error, UserError) else f"{error.strerror}"
-        problems.append(said)
+        description = (
+            "it is not a regular file" if isinstance(error, UserError) else f"{error.strerror}"
+        )
+        problems.append(description)
     if bad:
         more = f" and {len(bad) - 1} more cannot be read" if len(bad) > 1 else ""
         problems.insert(0, f"line {bad[0].number} {bad[0].problem}{more}")
@@ -152,9 +154,9 @@ def copy_lines(path: Path, fresh: BinaryIO, last_step: int) -> Damage | None:
     if not problems:
         return None
     lost = f"lost is step {_spans(missing)}" if missing else "no step is lost"
-    said = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
+    description = f"{'; '.join(problems)}; of those up to the checkpoint's step {last_step} {lost}"
     is_torn = len(bad) == 1 and bad[0].number == number and bad[0].is_torn and not missing
-    return Damage(said, leaves_out=(bool(bad) and not is_torn) or not is_readable)
+    return Damage(description, leaves_out=(bool(bad) and not is_torn) or not is_readable)
 
 
 def _spans(steps: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Shows on rank 0 how far the run is: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ class Progress:
             total_steps: Optimizer steps of the whole run.
             enabled: False on every rank but 0: then nothing is ever printed.
             initial: Steps done before this start.
-            every: Without a terminal, print every so many steps (and the last).
+            every: Without a terminal, print every `every` steps and the last one.
             stream: Where to; default standard error.
             clock: Gives seconds; for tests.
         """

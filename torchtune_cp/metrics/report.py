@@ -1,4 +1,4 @@
-"""Everything a run reports, behind one object: metrics file, configured logger, progress display."""
+"""All reports of a run through one object: metrics file, configured logger, progress display."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class RunReport:
         """Open the metrics file and the progress display.
 
         Args:
-            output_dir: Where ``metrics.jsonl`` is written.
+            output_dir: Where `metrics.jsonl` is written.
             logger: What the config names, or None.
             total_steps: Optimizer steps of the whole run.
             world_size: Number of processes.
             enabled: True on rank 0 only.
-            log_every_n_steps: How often the logger and the display hear of a step; the metrics file
-                hears of every one.
+            log_every_n_steps: Interval of logger and progress output; the metrics file
+                contains every step.
             log_memory: Whether the logger also gets the memory statistics.
             resume_step: Steps that a continued run has done: the metrics file keeps their lines. None
-                starts it anew.
+                replaces it.
         """
         self._file = MetricsFile(output_dir, resume_step) if enabled else None
         self._logger = logger if enabled else None

@@ -1,4 +1,4 @@
-"""What a logger has to remember of its run, so that a resumed run continues the same one."""
+"""What a logger stores about its run, so that a resumed run continues the same one."""
 
 import json
 import logging
@@ -14,14 +14,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunNotes:
-    """Notes of loggers in ``output_dir/logger_run.json``: one string under each name.
+    """Notes of loggers in `output_dir/logger_run.json`: one string under each name.
 
-    A logger whose constructor has a parameter ``run_notes`` is given them.
+    A logger whose constructor has a parameter `run_notes` is given them.
 
     Attributes:
         resume_step: Optimizer steps done, in a run that continues; None in a new one.
         logged_step: The last step that an earlier start of this run has reported, at or beyond
-            ``resume_step``; None in a new run.
+            `resume_step`; None in a new run.
     """
 
     def __init__(self, output_dir: str | Path, resume_step: int | None = None) -> None:

@@ -32,13 +32,13 @@ def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Ite
 
 @checked_by(_check_arguments)
 class TensorBoardLogger:
-    """Writes scalars to TensorBoard; look at them with ``tensorboard --logdir <log_dir>``.
+    """Writes scalars to TensorBoard; view them with `tensorboard --logdir <log_dir>`.
 
-    A resumed training run writes to the same folder, and TensorBoard drops what an earlier start had
-    written beyond the step that it continues from.
+    A resumed training run writes to the same folder, and TensorBoard drops events of an earlier start
+    beyond the step from which it continues.
 
     Attributes:
-        log_dir: The folder that holds this run's event file.
+        log_dir: The folder of this run's event file.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class TensorBoardLogger:
         """Open the event file.
 
         Args:
-            log_dir: Folder, made if needed.
-            organize_logs: Give each run a folder of its own below ``log_dir``, so that TensorBoard
+            log_dir: Folder, created if needed.
+            organize_logs: Give each run a separate folder below `log_dir`, so that TensorBoard
                 shows runs side by side.
-            run_notes: Where the run's folder is kept; given by the recipe.
-            **other: Keys of other loggers are let pass.
+            run_notes: Stores the run's folder; passed by the recipe.
+            **other: Keys of other loggers, which are ignored.
 
         Raises:
             UserError: tensorboard is not installed, a key is unknown, or the folder cannot be
@@ -71,7 +71,7 @@ class TensorBoardLogger:
             ) from error
         folder = expand_home(log_dir)
         self.log_dir = folder / f"run_{time.strftime('%Y%m%d-%H%M%S')}" if organize_logs else folder
-        # A mark of the start: at the second one TensorBoard drops what lies beyond its step.
+        # Marks the start: at the second one TensorBoard drops events beyond its step.
         purge_step = None
         if run_notes is not None:
             purge_step = 0 if run_notes.resume_step is None else run_notes.resume_step + 1

@@ -29,10 +29,10 @@ def _line(payload: Mapping[str, Scalar], step: int) -> str:
 
 @checked_by(unknown_keys)
 class StdoutLogger:
-    """Writes ``Step 3 | loss:2.1 lr:0.0002`` to standard output."""
+    """Writes `Step 3 | loss:2.1 lr:0.0002` to standard output."""
 
     def __init__(self, **other: object) -> None:
-        """Take nothing; keys of other loggers are let pass."""
+        """Accept and ignore keys of other loggers."""
         refuse_unknown_keys("StdoutLogger", other, set())
 
     def log(self, name: str, data: Scalar, step: int) -> None:
@@ -40,11 +40,11 @@ class StdoutLogger:
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Write the values of one step in a line."""
+        """Write the values of one step in one line."""
         print(_line(payload, step), flush=True)
 
     def log_config(self, config: Any) -> None:
-        """Do nothing: the run's ``config.yaml`` holds the config."""
+        """Do nothing: the run's `config.yaml` contains the config."""
 
     def close(self) -> None:
         """Flush standard output."""
@@ -69,7 +69,7 @@ def _check_disk_logger(arguments: Mapping[str, Any], named: frozenset[str]) -> I
 
 @checked_by(_check_disk_logger)
 class DiskLogger:
-    """Writes the same lines to a file, or one JSON object a line; flushed after every step."""
+    """Writes the same lines to a file, or one JSON object per line; flushed after every step."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class DiskLogger:
         """Open the file; an existing one is continued.
 
         Args:
-            log_dir: Folder, made if needed.
-            output_fmt: ``txt`` writes lines as `StdoutLogger` does, ``jsonl`` JSON objects.
-            filename: A name in that folder. Default ``log_<unix time>.<output_fmt>``.
-            **other: Keys of other loggers are let pass.
+            log_dir: Folder, created if needed.
+            output_fmt: `txt` writes lines as `StdoutLogger` does, `jsonl` JSON objects.
+            filename: A name in that folder. Default `log_<unix time>.<output_fmt>`.
+            **other: Keys of other loggers, which are ignored.
 
         Raises:
-            UserError: A key is unknown, or the file leads out of the folder or cannot be written.
+            UserError: A key is unknown, or the file is outside the folder or cannot be written.
         """
         refuse_unknown_keys("DiskLogger", other, {"log_dir", "output_fmt", "filename"})
         if output_fmt not in ("txt", "jsonl"):
@@ -123,7 +123,7 @@ class DiskLogger:
         self._file.flush()
 
     def log_config(self, config: Any) -> None:
-        """Write the resolved config, secrets masked, to ``<log name>.config.yaml``."""
+        """Write the resolved config, secrets masked, to `<log name>.config.yaml`."""
         path = self._path.with_suffix(".config.yaml")
         write_private(path, yaml.safe_dump(loggable_config(config), sort_keys=False))
 

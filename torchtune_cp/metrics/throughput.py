@@ -9,7 +9,7 @@ import torch
 class StepTimer:
     """Measures the time of each optimizer step.
 
-    The clock stands still between :meth:`stop` and :meth:`start`, so validation and saving do not
+    The clock is stopped between `stop` and `start`, so validation and saving do not
     count.
     """
 

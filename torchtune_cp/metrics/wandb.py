@@ -27,9 +27,9 @@ from torchtune_cp.metrics.run_notes import RunNotes
 
 _CONFIG_NAME = "torchtune_config.yaml"
 _NOTE = "wandb_run_id"
-#: Arguments and variables with which users say themselves which run it is.
+#: Arguments and variables with which users choose the run themselves.
 _USERS_CHOICE = ("id", "resume", "resume_from", "fork_from")
-#: What ``settings`` of a config may hold: nothing that sends, reads or runs something else.
+#: What `settings` of a config may hold: nothing that sends, reads or runs something else.
 _SETTINGS = (
     "console",
     "disable_code",
@@ -70,7 +70,7 @@ def _settings_errors(settings: Any) -> Iterator[UserError]:
     for name in settings:
         if name not in _SETTINGS:
             yield UserError(
-                f"settings.{name}: a config does not choose it; allowed are {', '.join(_SETTINGS)}"
+                f"settings.{name}: it cannot be set in a config; allowed are {', '.join(_SETTINGS)}"
                 " (W&B reads WANDB_BASE_URL, WANDB_API_KEY and others from the environment)"
             )
 
@@ -90,13 +90,13 @@ def _check_arguments(arguments: Mapping[str, Any], named: frozenset[str]) -> Ite
 class WandBLogger:
     """Logs a run to Weights & Biases.
 
-    Without network or key set ``WANDB_MODE=offline`` (or ``metric_logger.mode=offline``): the run
-    is written to ``<log_dir>/wandb/offline-run-*`` and can be sent later with ``wandb sync``.
-    A run that is already going (``wandb.init`` called by the user's own code) is used as it is.
+    Without network or key set `WANDB_MODE=offline` (or `metric_logger.mode=offline`): the run
+    is written to `<log_dir>/wandb/offline-run-*` and can be sent later with `wandb sync`.
+    A run that is already active (`wandb.init` called by the user's code) is used unchanged.
 
-    A resumed training run continues its W&B run, unless ``id``, ``resume``, ``resume_from`` or
-    ``fork_from`` (or their environment variables) say otherwise. Steps that were logged before a crash
-    and are made again after it are not logged a second time.
+    A resumed training run continues its W&B run, unless `id`, `resume`, `resume_from` or
+    `fork_from` (or their environment variables) are set. Steps that were logged before a crash
+    and are repeated after it are not logged twice.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class WandBLogger:
 
         Args:
             project: Name of the project.
-            entity: User or team that owns it; default is the account's own.
+            entity: User or team that owns it; default is that of the account.
             group: Groups runs in the web page.
-            log_dir: Folder for the run's files (``dir`` means the same); made if needed.
-            run_notes: Where the run's id is kept; given by the recipe.
-            **init_args: Any other argument of ``wandb.init``: ``name``, ``tags``, ``mode`` ...
+            log_dir: Folder for the run's files (`dir` means the same); created if needed.
+            run_notes: Stores the run's id; passed by the recipe.
+            **init_args: Any other argument of `wandb.init`: `name`, `tags`, `mode` ...
 
         Raises:
             UserError: wandb is not installed, there is no key, no connection, or a key is unknown.
@@ -135,9 +135,7 @@ class WandBLogger:
         init_args = {key: value for key, value in init_args.items() if key in known}
         init_args["group"] = group
         init_args |= {name: mask_secrets(init_args[name]) for name in LABELS if name in init_args}
-        if not isinstance(
-            init_args.get("settings"), wandb.Settings
-        ):  # code of the user's own has that
+        if not isinstance(init_args.get("settings"), wandb.Settings):  # code of the user has that
             for problem in _settings_errors(init_args.get("settings")):
                 raise UserError(f"metric_logger.{problem}")
         folder = init_args.pop("dir", None) or log_dir
@@ -175,7 +173,7 @@ class WandBLogger:
                 # What the server has counts; a run on the disk cannot be asked.
                 on_server = self._run.summary.get("global_step") if self._run.resumed else None
                 self._logged_step = run_notes.logged_step if on_server is None else on_server
-        # Charts over the training step, whatever else the run logs.
+        # Charts over the training step, with anything else that the run logs.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
 
@@ -184,7 +182,7 @@ class WandBLogger:
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log the values of one step, with ``global_step`` as the x-axis."""
+        """Log the values of one step, with `global_step` as the x-axis."""
         if self._logged_step is not None and step <= self._logged_step:
             return
         numbers = {name: to_number(data) for name, data in payload.items()}
@@ -200,7 +198,7 @@ class WandBLogger:
         text = yaml.safe_dump(masked, sort_keys=False)
         write_private(path, text)
         if is_private(text) and self._owned:
-            Path(self._run.dir).parent.chmod(0o700)  # W&B's own files beside it say the same
+            Path(self._run.dir).parent.chmod(0o700)  # W&B's own files next to it contain the same
         self._run.save(str(path), base_path=str(path.parent), policy="now")
 
     def close(self) -> None:

@@ -22,16 +22,16 @@ def auto_model(checkpoint_dir: str | Path, max_seq_len: int | None = None) -> La
 
     Args:
         checkpoint_dir: Folder with a `config.json`.
-        max_seq_len: In place of its `max_position_embeddings`; needed only for models whose sliding
-            window is shorter than that.
+        max_seq_len: Replaces its `max_position_embeddings`; needed only for models whose sliding window is
+            shorter than that.
 
     Returns:
         The model with uninitialised or random parameters, on the device of the surrounding
         `torch.device(...)` context.
 
     Raises:
-        UserError: If the file is missing or no JSON object.
-        ConfigError: If it describes something that is not supported; the message names the key.
+        UserError: The file is missing or not a JSON object.
+        ConfigError: It contains an unsupported setting; the message names the key.
     """
     path = Path(checkpoint_dir) / "config.json"
     try:
@@ -52,7 +52,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         double = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"{double!r} stands in it twice")
+        raise ValueError(f"{double!r} appears in it twice")
     return found
 
 
@@ -75,7 +75,7 @@ def model_from_hf_config(hf: Mapping[str, Any], *, max_seq_len: int | None = Non
 
 
 def hf_config(model: LanguageModel, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """The `config.json` to write beside a model's weights.
+    """The `config.json` to write with a model's weights.
 
     Args:
         model: Any model of this package.

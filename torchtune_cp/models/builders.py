@@ -1,4 +1,4 @@
-"""What the families' builders share: defaults and checks, then one decoder."""
+"""Shared code of the families' builders: defaults, checks, and the decoder."""
 
 from torchtune_cp.errors import ConfigError
 from torchtune_cp.models.config import DecoderConfig, RopeScaling

@@ -1,6 +1,6 @@
 """The sizes and switches that describe a decoder; everything else about a model follows from them.
 
-The protocols say what the blocks that decoders and encoders share need to know of either.
+The protocols define what the shared blocks of decoders and encoders need from a config.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A model with fewer layers, for looking at what all of its layers have in common."""
+"""A model with fewer layers, for checks that do not depend on the number of layers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Masked language models: every token sees every token, and masked ones are predicted."""
+"""Masked language models: every token attends to every token, and masked ones are predicted."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ class MaskedLMHead(nn.Module):
 
     Args:
         config: The model's sizes.
-        tok_embeddings: The embedding whose weight is used, as it stands at each call: sharding
+        tok_embeddings: The embedding whose weight is used, read at each call: sharding
             replaces the parameter object.
     """
 
@@ -106,7 +106,7 @@ class TransformerEncoder(nn.Module):
         rope_frequencies: Radians per position of each rotated pair, `[head_dim / 2]`, fp32, on the
             CPU; None computes them. The published ESM-2 weights were trained with frequencies rounded
             to half precision and store those: computed ones would be another model, by up to 0.02
-            radians per 100 tokens. No parameter and no buffer, so that it lives beside a model on the
+            radians per 100 tokens. No parameter and no buffer, so that it exists next to a model on the
             meta device and is never sharded or cast.
 
     Args:

@@ -41,21 +41,21 @@ def esm2(
         embed_dim: Width of the residual stream.
         intermediate_dim: Hidden width of the MLP; None means 4 x `embed_dim`.
         max_seq_len: See `EncoderConfig`.
-        attn_dropout: Must be 0: attention over a sequence that is spread over ranks has no dropout.
+        attn_dropout: Must be 0: attention over a sequence that is split over ranks does not support dropout.
         norm_eps: Added to the variance inside every layer norm.
         rope_base: Base of the rotary frequencies.
         token_dropout: See `EncoderConfig`.
         mask_token_id: The mask token.
         pad_token_id: The padding token.
         initializer_range: Standard deviation of random initial weights. The default suits the published
-            widths; attention of narrow models, of 64 or 128 features, hardly learns where to look from
-            it: about ``1 / sqrt(embed_dim)`` is right for them.
+            widths; with it the attention of narrow models (64 or 128 features) hardly learns: use about `1
+            / sqrt(embed_dim)` for them.
 
     Returns:
         The model, on the device of the surrounding `torch.device(...)` context.
 
     Raises:
-        ConfigError: If a size is impossible, naming the argument.
+        ConfigError: A size is invalid; the message names the argument.
     """
     if attn_dropout != 0.0:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """`config.json` of a Hugging Face folder to and from `DecoderConfig`.
 
-What transformers reads there and this project does not build is refused by the key's name: a model
-that is quietly another one trains without an error and comes out wrong.
+Settings that transformers supports and this project does not are refused by the key's name: otherwise a
+different model would be trained without an error.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ def _sliding_window(family: str, hf: Mapping[str, Any], context: int) -> int | N
 
 
 def _check_supported(family: str, hf: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    """Refuse the features that would change the computation and are not built here."""
+    """Refuse the features that would change the computation and are not supported."""
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise _refuse("hidden_act", hf["hidden_act"], "silu")
     if hf.get("attention_dropout"):

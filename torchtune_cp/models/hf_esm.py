@@ -1,4 +1,4 @@
-"""The ESM family in Hugging Face's format: `config.json`, and tensors that the model here lacks."""
+"""The ESM family in Hugging Face's format: `config.json`, and tensors that are not parameters here."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ _REQUIRED = (
 # Key, the only value that is built here, what transformers assumes where the file is silent, and why
 # there is no other.
 _FIXED: tuple[tuple[str, Any, Any, str], ...] = (
-    ("position_embedding_type", "rotary", "absolute", "ESM-1b and older models are not built here"),
+    ("position_embedding_type", "rotary", "absolute", "ESM-1b and older models are not supported"),
     ("emb_layer_norm_before", False, False, "only models older than ESM-2 have it"),
     ("is_folding_model", False, False, "use the language model's folder"),
     ("is_decoder", False, False, "attention is bidirectional"),
@@ -40,7 +40,7 @@ _FIXED: tuple[tuple[str, Any, Any, str], ...] = (
 )
 
 _CONTACT_HEAD = "esm.contact_head.regression"
-#: Where frequencies may stand: in published folders (read and written by all versions of
+#: Where frequencies may be stored: in published folders (read and written by all versions of
 #: transformers), in memory of transformers 5, and, with a literal asterisk, in what 5.24 saves.
 _FREQUENCIES = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
 _OTHER_FREQUENCIES = (_FREQUENCIES.format("*"), "esm.rotary_embeddings.inv_freq")
@@ -75,7 +75,7 @@ def encoder_config_from_hf(
         raise ConfigError(f"config.json: {', '.join(missing)} missing")
     for key, allowed, default, reason in _FIXED:
         value = hf.get(key, default)
-        # null stands for "no" in published files.
+        # null means "no" in published files.
         if value != allowed and not (value is None and not allowed):
             raise ConfigError(
                 f"config.json: {key} is {value!r}, allowed is {allowed!r} ({reason}); "
@@ -155,7 +155,7 @@ def is_ignored_esm_tensor(name: str) -> bool:
 
 
 def is_carried_esm_tensor(name: str) -> bool:
-    """Whether a tensor that is no parameter here is read all the same, see :func:`carried_tensors`.
+    """Whether a tensor that is no parameter here is read all the same, see `carried_tensors`.
 
     Args:
         name: Its name in the folder.
@@ -191,7 +191,7 @@ def read_frequencies(model: TransformerEncoder, tensors: StoredTensors) -> None:
 
 
 def carried_tensors(model: TransformerEncoder, tensors: StoredTensors) -> dict[str, Tensor]:
-    """What transformers' model has beside the parameters here: written, so that nothing is missing.
+    """Tensors of transformers' model that are not parameters here: written, so that nothing is missing.
 
     Args:
         model: The model that is saved.

@@ -1,4 +1,4 @@
-"""Llama 3.1 (https://arxiv.org/abs/2407.21783): Llama 3 with stretched rotary frequencies."""
+"""Llama 3.1 (https://arxiv.org/abs/2407.21783): Llama 3 with scaled rotary frequencies."""
 
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.config import RopeScaling

@@ -1,4 +1,4 @@
-"""Llama 3.2 text models: Llama 3.1 with a longer stretch and tied embeddings."""
+"""Llama 3.2 text models: Llama 3.1 with a larger rope factor and tied embeddings."""
 
 from torchtune_cp.models.llama3_1 import llama3_1
 from torchtune_cp.models.transformer import TransformerDecoder

@@ -41,7 +41,7 @@ class _RMSNormFunction(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """Divides each row by its root mean square and multiplies by a learned scale.
 
-    The statistics are taken in fp32 whatever the input's dtype.
+    The statistics are computed in fp32 for any input dtype.
 
     Args:
         dim: Width of the last dimension.

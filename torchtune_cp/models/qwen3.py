@@ -1,4 +1,4 @@
-"""Qwen 3 (https://arxiv.org/abs/2505.09388): norms over query and key heads, head_dim of its own.
+"""Qwen 3 (https://arxiv.org/abs/2505.09388): norms over query and key heads, an independent head_dim.
 
 Base and instruct models differ in the context length only.
 """

@@ -28,7 +28,7 @@ def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def inverse_frequencies(config: RotarySizes) -> Tensor:
     """Angle per position of each rotated pair.
 
-    Computed on the CPU in fp32 whatever the model's device, so that every device rotates by the
+    Computed on the CPU in fp32 for any device of the model, so that every device rotates by the
     same angles: at a million tokens the last bit of a frequency is 0.06 radians.
 
     Args:

@@ -1,8 +1,8 @@
-"""Token dropout of the ESM models: mask tokens embed as 0, and the other embeddings make up for it.
+"""Token dropout of the ESM models: mask tokens embed as 0, and the other embeddings are scaled to compensate.
 
 In training 15 % of a protein's tokens are chosen and 80 % of these become mask tokens, so 12 % of the
 embeddings are 0. The others are scaled by (1 - 0.12) / (1 - r), r the share of mask tokens in the
-sequence at hand, so that a sequence without any sums up to what the model saw in training (Lin et al.
+current sequence, so that a sequence without any sums up to what the model saw in training (Lin et al.
 2023, https://doi.org/10.1126/science.ade2574; ESM-1b, https://doi.org/10.1073/pnas.2016239118).
 
 r is a property of a whole protein. A rank that holds a slice of it, or a row in which several lie one

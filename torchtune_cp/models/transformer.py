@@ -1,4 +1,4 @@
-"""The decoder that every family here is built from."""
+"""The decoder used by all families."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
         return self.feed_forward(self.attend(x, rope))
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply the layer's first half, in which tokens meet.
+        """Apply the layer's first half, in which tokens interact.
 
         Args:
             x: `[batch, seq, embed_dim]`.
@@ -105,7 +105,7 @@ class TiedOutput(nn.Module):
     """An output projection that uses the embedding's weight and has no parameter of its own.
 
     Args:
-        tok_embeddings: The embedding whose weight is used, as it stands at each call: sharding
+        tok_embeddings: The embedding whose weight is used, read at each call: sharding
             replaces the parameter object.
     """
 

@@ -1,4 +1,4 @@
-"""Limits of what describes a model: sizes from a config's arguments, values of a `config.json`."""
+"""Limits of the values that describe a model: sizes from a config's arguments, values of a `config.json`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtune_cp.errors import ConfigError
 
-#: The largest sizes that are taken for a model's: far above any, so that a slip of the pen or a damaged
+#: The largest accepted sizes of a model: far above any real one, so that a typing error or a damaged
 #: file is refused at once instead of being built.
 MOST = {
     "vocab_size": 2**26,
@@ -73,8 +73,8 @@ def require_sizes(config: Any) -> None:
     """Refuse a model's sizes that are no integers from 1 on, or larger than any model's.
 
     Args:
-        config: A dataclass with fields of the names in :data:`MOST`, and numbers ``norm_eps``,
-            ``rope_base`` and ``initializer_range``.
+        config: A dataclass with fields of the names in `MOST`, and numbers `norm_eps`,
+            `rope_base` and `initializer_range`.
 
     Raises:
         ConfigError: One line for each such size.
@@ -108,7 +108,7 @@ def too_many_parameters(count: int) -> list[str]:
 
 
 def require_hf_types(hf: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse values of a `config.json` that are not of the type that their keys stand for.
+    """Refuse values of a `config.json` of a type that their keys do not allow.
 
     Args:
         hf: The parsed file; keys that are not known are let pass, and so is null.

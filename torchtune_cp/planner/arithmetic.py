@@ -1,9 +1,9 @@
-"""Floating-point operations of one operator; a multiplication with its addition counts as two.
+"""Floating-point operations of one operator; a multiply-add counts as two.
 
 Matrix products are counted by torch's own formulas. Those for attention ignore the causal mask, so it is
-counted here: only pairs of a query and a key that the mask lets through. A pair costs 4 d operations a
-head forward (scores, weighted values) and 10 d backward, where the fused kernels compute the scores a
-second time (arXiv 2307.08691, section 3.3).
+counted here: only pairs of a query and a key that the mask allows. A pair costs 4 d operations per head
+forward (scores, weighted values) and 10 d backward, where the fused kernels recompute the scores (arXiv
+2307.08691, section 3.3).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def flops(
         out: What it returned.
 
     Returns:
-        ``matmul``, ``attention`` or ``attention_backward`` and the number of operations; None for
+        `matmul`, `attention` or `attention_backward` and the number of operations; None for
         everything else, whose time is that of reading and writing memory.
     """
     packet = func._overloadpacket

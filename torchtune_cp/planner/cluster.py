@@ -1,4 +1,4 @@
-"""Where a planned run would stand."""
+"""The hardware of a planned run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchtune_cp.planner.devices import Device
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run would stand.
+    """The hardware of a planned run.
 
     Attributes:
         size: Number of ranks.
         per_node: Ranks of a node.
         device: What each rank has.
-        host_memory: Bytes of a node, shared by its ranks; infinite where nobody has said.
+        host_memory: Bytes of a node, shared by its ranks; infinite if not given.
     """
 
     size: int

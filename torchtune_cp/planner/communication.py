@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtune_cp.planner.torch_private import group_by_name
 
-#: Operators of these namespaces talk to other ranks.
+#: Operators of these namespaces communicate with other ranks.
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 _SENDS_NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")
@@ -20,7 +20,7 @@ class Sent(NamedTuple):
     """What one collective does.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
         group: The ranks that take part.
         bytes: What this rank sends to others.
     """
@@ -47,7 +47,7 @@ def sent(func: Any, args: tuple[Any, ...]) -> Sent | None:
     part to it, an all-reduce (by a ring) both; an all-to-all everything but the rank's own part.
 
     Args:
-        func: An operator of one of :data:`NAMESPACES`.
+        func: An operator of one of `NAMESPACES`.
         args: Its positional arguments.
 
     Returns:
@@ -89,4 +89,4 @@ def sent(func: Any, args: tuple[Any, ...]) -> Sent | None:
         return Sent("all_to_all", group, _bytes(args[0]) / group.size() * (group.size() - 1))
     if name == "broadcast_":
         return Sent("broadcast", _group(args[1]), _bytes(args[0]))
-    raise RuntimeError(f"the planner does not know the collective {func}")
+    raise RuntimeError(f"the planner does not support the collective {func}")

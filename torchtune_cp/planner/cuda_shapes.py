@@ -1,7 +1,7 @@
-"""Makes a step on CPU tensors without memory allocate what it would on a GPU.
+"""Makes a step on fake CPU tensors allocate the same memory as on a GPU.
 
 Without a GPU there are no fake tensors on one (autograd wants its driver), so the step runs on fake CPU
-tensors, and the few operators that are other ones on a GPU are replaced by those.
+tensors, and the few operators that differ on a GPU are replaced by those of a GPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """What torch's function of this name becomes on a GPU, by precision.
 
-    Flash attention takes 16-bit numbers only. In float32 the memory-efficient kernel stands in, which
-    does not know grouped queries; with them torch falls back to whole matrices of scores.
+    Flash attention takes 16-bit numbers only. In float32 the memory-efficient kernel is used, which
+    does not support grouped queries; with them torch falls back to whole matrices of scores.
     """
     if query.dtype in _LOW_PRECISION and attn_mask is None:
         results = aten._scaled_dot_product_flash_attention(
@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
 class _FusedRMSNorm(torch.autograd.Function):
     """Allocates, keeps and touches what the fused kernel of CUDA does.
 
-    ``aten._fused_rms_norm`` itself would not do: on a CPU it is a composite of other operators, and two
+    `aten._fused_rms_norm` itself would not do: on a CPU it is a composite of other operators, and two
     float32 copies of each input would be kept for backward. Results are of no use, only their shapes.
     """
 
@@ -114,7 +114,7 @@ def gpu_operators() -> Generator[None, None, None]:
 def attention_inside(
     around: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Generator[None, None, None]:
-    """Enclose every call of ``F.scaled_dot_product_attention``.
+    """Enclose every call of `F.scaled_dot_product_attention`.
 
     Args:
         around: Gives a fresh context for each call.
@@ -137,7 +137,7 @@ def attention_inside(
 def flash_attention_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes that the flash attention kernels take from torch's allocator while they run.
 
-    As in ``mha_bwd`` of FlashAttention-2, which torch ships: the gradient of the queries is added up in
+    As in `mha_bwd` of FlashAttention-2, which torch ships: the gradient of the queries is summed in
     float32; with grouped queries the gradients of keys and values first exist for every query head. Both
     are an estimate until measured on a GPU.
 

@@ -1,6 +1,6 @@
-"""What devices and their links can do, from their maker's publications.
+"""Performance and memory of devices and their links, from the manufacturers' data sheets.
 
-Where the figures stand:
+Sources of the figures:
 
 - H100 SXM and H200 SXM: nvidia.com/en-us/data-center/h100 and /h200: 1,979 TFLOPS bfloat16 "with sparsity",
   half of it dense; 67 TFLOPS float32; 80 GB at 3.35 TB/s and 141 GB at 4.8 TB/s; NVLink 900 GB/s, PCIe 5
@@ -10,11 +10,11 @@ Where the figures stand:
 - Between nodes: docs.nvidia.com/dgx-basepod, core components: DGX H100 and H200 have eight single-port
   ConnectX-7 of 400 Gb/s for eight GPUs; developer.nvidia.com/blog/defining-ai-innovation-with-dgx-a100: eight
   single-port ConnectX-6 of 200 Gb/s.
-- Usable memory is what the CUDA driver gives a process, a little less than ``nvidia-smi`` lists (81,559 MiB
+- Usable memory is what the CUDA driver gives a process, a little less than `nvidia-smi` lists (81,559 MiB
   for an H100, 143,771 for an H200, 81,920 for an A100), as torch's out-of-memory messages report it.
 
-Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes beside its tensors, are
-estimates: none of them has been measured by this project yet.
+Fractions of the peak that real kernels reach, and the bytes that a CUDA process takes besides its tensors,
+are estimates: none of them has been measured by this project yet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Device:
         communicator: Bytes of NCCL's buffers for each process group: an estimate.
         fragmentation: Share of the tensors' bytes lost between blocks: an estimate.
         host_process: Bytes of host memory of a process with CUDA and torch's libraries: an estimate.
-        source: Where the figures stand.
+        source: Source of the figures.
     """
 
     name: str
@@ -151,8 +151,9 @@ DEVICES = {
             communicator=0.0,
             fragmentation=0.0,
             host_process=0.0,
-            source="one core of the machine of docs/performance.md: 90 GFLOP/s in float32 products, the"
-            " rest a guess; the process itself (about 0.3 GiB) is left out, and memory has no limit",
+            source="one core of the machine of docs/measurements/performance.md: 90 GFLOP/s in float32 matrix"
+            " products, the rest is assumed; the process itself (about 0.3 GiB) is not counted, and memory is"
+            " unlimited",
         ),
     )
 }
@@ -162,7 +163,7 @@ def device_named(name: str) -> Device:
     """Find a device.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: Unknown device name.
     """
     if name not in DEVICES:
         raise ConfigError(f"--device: {name!r}: allowed are {', '.join(DEVICES)}")

@@ -1,11 +1,11 @@
-"""From a step's operations and bytes to its time.
+"""Estimates a step's time from its operations and bytes.
 
 The model is a roofline: products take their operations at a fraction of the device's peak, everything else
 the time of reading and writing memory. Collectives take their bytes over the slowest link that they cross.
-What FSDP sends and what moves to the host runs beside the computation; so does the first half of a ring
-step's exchange of keys and values, which is why half of context parallelism's traffic is counted as waited
-for. Tensor parallelism and Ulysses wait for all of their traffic. An optimizer on the host takes the time of
-reading and writing the node's memory, after backward or beside it. It is a model for ranking meshes, not a
+What FSDP sends and what moves to the host overlaps with the computation; so does the first half of a ring
+step's exchange of keys and values, which is why half of context parallelism's traffic is counted as
+exposed. Tensor parallelism and Ulysses wait for all of their traffic. An optimizer on the host takes the time
+of reading and writing the node's memory, after backward or during it. It is a model for ranking meshes, not a
 measurement.
 """
 
@@ -24,20 +24,20 @@ WAITED_FOR = {"cp": 0.5, "tp": 1.0}
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a step's time depends on beside its operations and its device.
+    """What a step's time depends on besides its operations and its device.
 
     Attributes:
         spans: For each mesh dimension whether it crosses nodes.
         low_precision: Whether products are in bfloat16.
         on_a_node: Ranks that share the bandwidth of a node's memory.
-        optimizer_beside: Whether an optimizer on the host steps beside backward.
+        optimizer_overlaps: Whether an optimizer on the host steps during backward.
         waits_for_cp: Whether no traffic of context parallelism is hidden.
     """
 
     spans: dict[str, bool]
     low_precision: bool
     on_a_node: int = 1
-    optimizer_beside: bool = False
+    optimizer_overlaps: bool = False
     waits_for_cp: bool = False
 
 
@@ -49,17 +49,17 @@ class StepTime:
         compute: Products and attention.
         memory: Operators that are bound by memory.
         waiting: For other ranks, as far as computation does not hide it.
-        beside: Longest of what runs beside the computation (FSDP's traffic, copies to the host, the
+        overlapped: Longest of what overlaps with the computation (FSDP's traffic, copies to the host, the
             optimizer there).
         total: The step.
         model_flops: Operations of this rank that the model needs: nothing computed a second time.
-        mfu: ``model_flops`` over what the device could do in ``total``.
+        mfu: `model_flops` over what the device could do in `total`.
     """
 
     compute: float
     memory: float
     waiting: float
-    beside: float
+    overlapped: float
     total: float
     model_flops: float
     mfu: float
@@ -104,15 +104,15 @@ def step_time(profile: Profile, device: Device, conditions: Conditions) -> StepT
             fsdp += seconds
     copies = profile.copied / (device.host_link * devices.LINK_EFFICIENCY)
     on_host = profile.host_moved * conditions.on_a_node / device.host_bandwidth
-    beside = max(fsdp + hidden, copies, on_host if conditions.optimizer_beside else 0.0)
-    total = max(compute + memory + waiting, beside)
-    total += 0.0 if conditions.optimizer_beside else on_host
+    overlapped = max(fsdp + hidden, copies, on_host if conditions.optimizer_overlaps else 0.0)
+    total = max(compute + memory + waiting, overlapped)
+    total += 0.0 if conditions.optimizer_overlaps else on_host
     needed = model_flops(profile)
     return StepTime(
         compute=compute,
         memory=memory,
         waiting=waiting,
-        beside=beside,
+        overlapped=overlapped,
         total=total,
         model_flops=needed,
         mfu=needed / (total * peak) if total else 0.0,

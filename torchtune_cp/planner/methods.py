@@ -1,8 +1,8 @@
-"""Lets a plan look inside attention over documents, which is one operator to everybody else.
+"""Makes the parts of attention over documents, which is a single operator otherwise, visible to a plan.
 
-The methods ``allgather`` and ``ulysses``, and packed documents and windows in a ring, run as operators of
-this project's own. To a fake mode such an operator is its results' shapes; here what it does is run, so
-that its buffers, its kernels and what it sends are seen.
+The methods `allgather` and `ulysses`, and packed documents and windows in a ring, run as operators of
+this project's own. A fake mode sees only the result shapes of such an operator; here its implementation is
+executed, so that its buffers, kernels and communication are recorded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pairs_of_this_rank() -> int:
 
 
 def _calls_on_gpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) -> list[Call]:
-    """The calls that would be chosen for the same tiles on CUDA, their indices on ``device``."""
+    """The calls that would be chosen for the same tiles on CUDA, their indices on `device`."""
     if dtype in (torch.float16, torch.bfloat16):
         return [VarlenCall(group, device) for group in by_limits(tiles)]
     return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]

@@ -14,13 +14,13 @@ from torchtune_cp.planner.methods import packs_documents
 from torchtune_cp.planner.processes import run_apart
 from torchtune_cp.planner.profile import Moment, Profile
 
-#: What stands on every plan for a GPU.
+#: Note on every plan for a GPU.
 UNCALIBRATED = (
     "tensors are simulated to the byte; context, NCCL buffers, fragmentation, attention's kernel"
     " workspaces and times are estimates that have not been compared with a GPU yet"
 )
 
-#: What stands on the plan of a config that packs documents.
+#: Note on the plan of a config that packs documents.
 PACKED = (
     "dataset.packed=true: planned as one document as long as the row; several in a row take fewer operations"
     " of attention and about the same memory"
@@ -38,8 +38,8 @@ class Plan:
         seq_len: Tokens of a sequence.
         ranks: The planned ranks' profiles.
         rank: The rank with the highest peak.
-        beside: Bytes on the device that are no tensors of the step, by what they are; estimates.
-        host_beside: The same on the host, of one rank.
+        estimates: Estimated bytes on the device besides the tensors of the step, by category.
+        host_estimates: The same on the host, of one rank.
         time: The estimated step.
         notes: What is not as in the run.
     """
@@ -50,8 +50,8 @@ class Plan:
     seq_len: int
     ranks: dict[int, Profile]
     rank: int
-    beside: dict[str, int]
-    host_beside: dict[str, int]
+    estimates: dict[str, int]
+    host_estimates: dict[str, int]
     time: StepTime
     notes: list[str] = field(default_factory=list)
 
@@ -62,13 +62,13 @@ class Plan:
 
     @property
     def peak(self) -> Moment:
-        """The moment at which the most bytes of tensors lie on the device."""
+        """The moment of the peak of tensor bytes on the device."""
         return self.profile.peak
 
     @property
     def needed(self) -> int:
         """Bytes that the device must have."""
-        return self.peak.total + sum(self.beside.values())
+        return self.peak.total + sum(self.estimates.values())
 
     @property
     def host_tensors(self) -> int:
@@ -78,7 +78,7 @@ class Plan:
     @property
     def host_node(self) -> int:
         """Bytes of host memory that a node must have."""
-        return self.cluster.on_a_node * (self.host_tensors + sum(self.host_beside.values()))
+        return self.cluster.on_a_node * (self.host_tensors + sum(self.host_estimates.values()))
 
     @property
     def load(self) -> float:
@@ -105,7 +105,7 @@ class Plan:
 
 
 def mesh_degrees(cfg: FullFinetuneConfig, world_size: int) -> dict[str, int]:
-    """Ranks along each mesh dimension, what is left over inferred."""
+    """Ranks along each mesh dimension, with the remaining one inferred."""
     rest = cfg.data_parallel_replicate_dim * cfg.context_parallel_dim * cfg.tensor_parallel_dim
     shard = cfg.data_parallel_shard_dim
     return {
@@ -153,7 +153,7 @@ def tasks_of(
     exact: bool = False,
     ranks: list[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """The simulations that a plan is made of: arguments of ``rank_profile``."""
+    """The simulations that a plan is made of: arguments of `rank_profile`."""
     degrees = mesh_degrees(cfg, cluster.size)
     return [
         {
@@ -183,23 +183,23 @@ def plan_of(
     device = cluster.device
     rank = max(ranks, key=lambda r: ranks[r].peak.total)
     profile = ranks[rank]
-    beside: dict[str, int] = {}
+    estimates: dict[str, int] = {}
     if device.is_gpu:
         groups = len({transfer.mesh for transfer in profile.transfers})
-        beside = {
+        estimates = {
             "CUDA context and libraries": int(device.context),
             "NCCL buffers": int(device.communicator * groups),
             "fragmentation": int(device.fragmentation * profile.peak.total),
         }
-    host_beside = {"process": int(device.host_process)} if device.is_gpu else {}
+    host_estimates = {"process": int(device.host_process)} if device.is_gpu else {}
     backlog = max(p.backlog for p in ranks.values())
     if backlog:
-        host_beside["waiting for the optimizer"] = backlog
+        host_estimates["waiting for the optimizer"] = backlog
     conditions = Conditions(
         spans=crossing_nodes(degrees, cluster.per_node),
         low_precision=cfg.dtype == "bf16",
         on_a_node=cluster.on_a_node,
-        optimizer_beside=cfg.optimizer_on_host,
+        optimizer_overlaps=cfg.optimizer_on_host,
         waits_for_cp=cfg.context_parallel_method == "ulysses",
     )
     times = [step_time(p, device, conditions) for p in ranks.values()]
@@ -211,8 +211,8 @@ def plan_of(
         seq_len=seq_len,
         ranks=ranks,
         rank=rank,
-        beside=beside,
-        host_beside=host_beside,
+        estimates=estimates,
+        host_estimates=host_estimates,
         time=slowest,
         notes=_notes(cfg, device),
     )
@@ -255,7 +255,7 @@ def make_plan(
 
 
 def divisor(degrees: dict[str, int]) -> int:
-    """What a sequence is padded to a multiple of; see ``ParallelDims.min_seq_len_divisor``."""
+    """What a sequence is padded to a multiple of; see `ParallelDims.min_seq_len_divisor`."""
     return (2 * degrees["cp"] if degrees["cp"] > 1 else 1) * degrees["tp"]
 
 

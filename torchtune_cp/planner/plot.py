@@ -1,4 +1,4 @@
-"""A picture of a rank's memory over the step."""
+"""Plots a rank's memory over the step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _COLOURS = {
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the most bytes of each layer's visits, in their order, by what they are.
+    """Plot the peak bytes of each layer's visits, in their order, by category.
 
     Args:
         plan: The plan.
-        path: Where the picture goes; its suffix says the format.
+        path: Output file; its suffix determines the format.
 
     Raises:
         UserError: matplotlib is not installed, or the picture cannot be written.
@@ -55,7 +55,7 @@ def draw(plan: Plan, path: Path) -> None:
     top = moments[peak].total / GIB
     left_half = peak < len(moments) / 2
     axes.annotate(
-        f"{top:.1f} GiB: {moments[peak].place.describe()}",
+        f"{top:.1f} GiB: {moments[peak].location.describe()}",
         (peak, top),
         xytext=(20 if left_half else -20, 20),
         textcoords="offset points",
@@ -68,8 +68,8 @@ def draw(plan: Plan, path: Path) -> None:
         axes.set_ylim(0, 1.15 * max(memory, top))
         axes.axhline(memory, color="black", linestyle="--", linewidth=1)
         axes.text(0, memory, f"{plan.cluster.device.name}: {memory:.1f} GiB", va="bottom")
-    # A phase's name stands below its middle, where it is wide enough for one.
-    phases = [moment.place.phase for moment in moments]
+    # A phase's name is below its centre if the phase is wide enough.
+    phases = [moment.location.phase for moment in moments]
     spans = {phase: [i for i in positions if phases[i] == phase] for phase in dict.fromkeys(phases)}
     wide = {phase: span for phase, span in spans.items() if len(span) >= 0.06 * len(moments)}
     axes.set_xticks([(span[0] + span[-1]) / 2 for span in wide.values()], list(wide))

@@ -1,4 +1,4 @@
-"""Runs functions in processes of their own, a few at a time."""
+"""Runs functions in separate processes, a few at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _child(connection: Connection, function: Callable[..., Any], kwargs: dict[st
         connection.send(("result", function(**kwargs)))
     except UserError as error:
         connection.send(("user", error))
-    except Exception as error:  # noqa: BLE001  (carried to the parent, whatever it is)
+    except Exception as error:  # noqa: BLE001  (any error is passed to the parent)
         connection.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
 
@@ -39,7 +39,7 @@ def run_apart(
 ) -> list[Any]:
     """Call a function once for each task, each in a fresh process.
 
-    A process that plays a rank leaves behind a process group, caches and replaced functions: nothing of
+    A process that simulates a rank leaves a process group, caches and replaced functions: nothing of
     it is used again.
 
     Args:

@@ -1,9 +1,9 @@
 """From traces of a model with few layers to the step of the whole model.
 
-Layers are alike, so every operator's live bytes are an affine function of the number of layers, and so is
+Layers are equal, so every operator's live bytes are an affine function of the number of layers, and so is
 every sum. Two traces that differ by one layer (by one period, where only every N-th layer is checkpointed)
-give that function. It is taken operator by operator, because the peak is a maximum: the operator at which it
-lies may be another one in the whole model. The first and last layers of the traces stand for the first
+give that function. It is taken operator by operator, because the peak is a maximum: it may be at another
+operator in the whole model. The first and last layers of the traces represent the first
 and last layers of the model; the layers between grow evenly from one to the next.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer
+from torchtune_cp.planner.trace import CATEGORIES, Location, Trace, Transfer
 
 #: The fewest layers of which the first two and the last two are as in any deeper model.
 FEWEST = 4
@@ -28,12 +28,12 @@ class Moment:
     """The most bytes during one visit of a layer, or of a module outside of the layers.
 
     Attributes:
-        place: Where.
+        location: Where in the step.
         device: Bytes on the device by category.
         host: Bytes on the host then.
     """
 
-    place: Place
+    location: Location
     device: dict[str, int]
     host: int
 
@@ -56,7 +56,7 @@ class Profile:
         copied: Bytes copied from the device to the host or back.
         host_peak: The most bytes of tensors on the host.
         host_needed: What they take there: pinned memory as torch rounds it, and never gives it back.
-        backlog: See :class:`~torchtune_cp.planner.trace.Trace`.
+        backlog: See `Trace`.
     """
 
     moments: list[Moment]
@@ -91,24 +91,24 @@ def layers_to_trace(num_layers: int, period: int = 1) -> tuple[int, int] | None:
     return (few, few + period) if num_layers > few + period else None
 
 
-def _rows(trace: Trace) -> dict[Place, np.ndarray]:
-    order = np.argsort(trace.place, kind="stable")
-    splits = np.flatnonzero(np.diff(trace.place[order])) + 1
-    return {trace.places[trace.place[rows[0]]]: rows for rows in np.split(order, splits)}
+def _rows(trace: Trace) -> dict[Location, np.ndarray]:
+    order = np.argsort(trace.location, kind="stable")
+    splits = np.flatnonzero(np.diff(trace.location[order])) + 1
+    return {trace.locations[trace.location[rows[0]]]: rows for rows in np.split(order, splits)}
 
 
 def _visits(trace: Trace) -> Iterator[tuple[str, int, np.ndarray]]:
     """Runs of operators of the same phase in the same layer."""
-    keys = np.array([hash((p.phase, p.layer)) for p in trace.places])[trace.place]
+    keys = np.array([hash((p.phase, p.layer)) for p in trace.locations])[trace.location]
     starts = [0, *(np.flatnonzero(np.diff(keys)) + 1), len(keys)]
     for first, end in pairwise(starts):
-        place = trace.places[trace.place[first]]
-        yield place.phase, place.layer, np.arange(first, end)
+        location = trace.locations[trace.location[first]]
+        yield location.phase, location.layer, np.arange(first, end)
 
 
 def _visit_numbers(trace: Trace) -> np.ndarray:
     """Of each operator, how often its phase and layer had been visited before."""
-    numbers = np.empty(len(trace.place), dtype=np.int64)
+    numbers = np.empty(len(trace.location), dtype=np.int64)
     seen: Counter[tuple[str, int]] = Counter()
     for phase, layer, rows in _visits(trace):
         numbers[rows] = seen[phase, layer]
@@ -116,16 +116,18 @@ def _visit_numbers(trace: Trace) -> np.ndarray:
     return numbers
 
 
-def _most(places: list[Place], device: np.ndarray, host: np.ndarray) -> Moment:
+def _most(locations: list[Location], device: np.ndarray, host: np.ndarray) -> Moment:
     at = int(device.sum(axis=1).argmax())
     values = {name: round(float(v)) for name, v in zip(CATEGORIES, device[at], strict=True)}
-    return Moment(places[at], values, round(float(host[at])))
+    return Moment(locations[at], values, round(float(host[at])))
 
 
 def whole(trace: Trace) -> Profile:
     """The profile of a trace that has all layers."""
     moments = [
-        _most([trace.places[i] for i in trace.place[rows]], trace.device[rows], trace.host[rows])
+        _most(
+            [trace.locations[i] for i in trace.location[rows]], trace.device[rows], trace.host[rows]
+        )
         for _, _, rows in _visits(trace)
     ]
     return Profile(
@@ -158,13 +160,13 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
     """Extrapolate two traces to the whole model.
 
     Args:
-        few: Of ``depths[0]`` layers.
-        more: Of ``depths[1]`` layers.
-        depths: From :func:`layers_to_trace`.
+        few: Of `depths[0]` layers.
+        more: Of `depths[1]` layers.
+        depths: From `layers_to_trace`.
         num_layers: Of the model.
 
     Returns:
-        The profile of ``num_layers`` layers.
+        The profile of `num_layers` layers.
     """
     fewer, period = depths[0], depths[1] - depths[0]
     times = (num_layers - depths[1]) // period
@@ -176,17 +178,17 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
 
     grown = np.empty_like(all_more)
     row_slope = np.zeros_like(all_more)  # of the middle layers: from one period to the next
-    for place, rows in rows_more.items():
-        is_middle = front <= place.layer < front + period
+    for location, rows in rows_more.items():
+        is_middle = front <= location.layer < front + period
         if is_middle:
-            before = rows_more.get(place._replace(layer=place.layer - period))
+            before = rows_more.get(location._replace(layer=location.layer - period))
             if before is not None and len(before) == len(rows):
                 row_slope[rows] = all_more[rows] - all_more[before]
             # A layer in the middle of the deeper model, counted from the first one, as `before` is.
-            twin = place._replace(layer=place.layer - period)
+            twin = location._replace(layer=location.layer - period)
         else:
-            back = place.layer >= front + period
-            twin = place._replace(layer=place.layer - period) if back else place
+            back = location.layer >= front + period
+            twin = location._replace(layer=location.layer - period) if back else location
         other = rows_few.get(twin)
         if other is not None and len(other) == len(rows):
             slope = all_more[rows] - all_few[other]
@@ -202,13 +204,13 @@ def deeper(few: Trace, more: Trace, depths: tuple[int, int], num_layers: int) ->
     pending: list[tuple[str, int, np.ndarray]] = []
 
     def moment(rows: np.ndarray, values: np.ndarray, layer_shift: int = 0) -> Moment:
-        places = []
-        for i in more.place[rows]:
-            place = more.places[i]
-            if place.layer >= 0:
-                place = place._replace(layer=place.layer + layer_shift)
-            places.append(place)
-        return _most(places, values[:, :-1], values[:, -1])
+        locations = []
+        for i in more.location[rows]:
+            location = more.locations[i]
+            if location.layer >= 0:
+                location = location._replace(layer=location.layer + layer_shift)
+            locations.append(location)
+        return _most(locations, values[:, :-1], values[:, -1])
 
     def flush() -> None:
         """Repeat what the middle layers did, once for each further period."""
@@ -261,7 +263,7 @@ def _linear(few: float, more: float, times: float) -> float:
 def _by_visit(
     rows: np.ndarray, visits: np.ndarray, other: np.ndarray | None, other_visits: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Pair the operators of a place visit by visit, where there are as many visits of it.
+    """Pair the operators of a location visit by visit, if the numbers of visits are equal.
 
     The first micro-batch leaves other gradients (whole ones, with replicas) than the last.
     """

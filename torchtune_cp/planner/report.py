@@ -1,4 +1,4 @@
-"""A plan as a table for people and as plain values for programs."""
+"""A plan as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchtune_cp.planner.plan import Plan, in_words
 from torchtune_cp.planner.trace import CATEGORIES, MEANING
 
 FLOPS_CONVENTION = (
-    "a multiplication with its addition counts as 2; causal attention counts the pairs that the mask lets"
-    " through; MFU leaves out whatever is computed a second time"
+    "a multiply-add counts as 2; causal attention counts the pairs that the mask allows"
+    " through; MFU leaves out recomputation"
 )
 
 
@@ -44,7 +44,7 @@ def as_table(plan: Plan, seq_source: str) -> str:
         f"{plan.cluster.size} x {device.name}: {mesh or 'one rank'};"
         f" sequences of {plan.seq_len:,} tokens ({seq_source}), {plan.tokens:,} tokens a step",
         "",
-        f"Memory of rank {plan.rank} at its peak: {peak.place.describe()}",
+        f"Memory of rank {plan.rank} at its peak: {peak.location.describe()}",
     ]
     rows: list[tuple[str, ...]] = [
         (name, in_words(peak.device[name]), MEANING[name])
@@ -52,7 +52,7 @@ def as_table(plan: Plan, seq_source: str) -> str:
         if peak.device[name]
     ]
     rows.append(("tensors", in_words(peak.total), "to the byte" if not device.is_gpu else ""))
-    rows += [(name, in_words(count), "estimate") for name, count in plan.beside.items()]
+    rows += [(name, in_words(count), "estimate") for name, count in plan.estimates.items()]
     rows.append(("needed", in_words(plan.needed), _of(plan.needed, device.memory)))
     lines += _rows(rows)
     if plan.host_tensors:
@@ -82,7 +82,7 @@ def as_table(plan: Plan, seq_source: str) -> str:
         "Estimated step"
         f": {_seconds(time.total)}, {plan.tokens_per_second:,.0f} tokens/s a device, MFU {time.mfu:.1%}"
         f" (products and attention {_seconds(time.compute)}, memory-bound operators {_seconds(time.memory)},"
-        f" waiting for other ranks {_seconds(time.waiting)}, beside it {_seconds(time.beside)})",
+        f" waiting for other ranks {_seconds(time.waiting)}, overlapped {_seconds(time.overlapped)})",
     ]
     lines += [f"Note: {note}." for note in plan.notes]
     return "\n".join(lines)
@@ -98,12 +98,14 @@ def _host_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("tensors of a rank", in_words(tensors), "to the byte"),
         ("pinned memory", in_words(plan.host_tensors - tensors), "lost, as torch rounds it"),
-        *((name, in_words(count), "estimate") for name, count in plan.host_beside.items()),
+        *((name, in_words(count), "estimate") for name, count in plan.host_estimates.items()),
     ]
     limit = plan.cluster.host_memory
-    said = _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
+    host_limit = (
+        _of(plan.host_node, limit) if math.isfinite(limit) else "not checked: --host-memory"
+    )
     ranks = plan.cluster.on_a_node
-    rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {said}"))
+    rows.append(("a node", in_words(plan.host_node), f"{ranks} ranks; {host_limit}"))
     return rows
 
 
@@ -136,15 +138,15 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
         "tokens_per_step": plan.tokens,
         "fits": plan.fits,
         "needed_bytes": plan.needed,
-        "estimates_bytes": plan.beside,
+        "estimates_bytes": plan.estimates,
         "host_bytes_of_a_node": limit if math.isfinite(limit := plan.cluster.host_memory) else None,
         "host_needed_bytes_of_a_node": plan.host_node,
-        "host_estimates_bytes": plan.host_beside,
+        "host_estimates_bytes": plan.host_estimates,
         "rank": plan.rank,
         "ranks": {
             str(rank): {
                 "peak_bytes": profile.peak.total,
-                "peak_at": profile.peak.place._asdict(),
+                "peak_at": profile.peak.location._asdict(),
                 "peak_parts_bytes": profile.peak.device,
                 "host_peak_bytes": profile.host_peak,
                 "host_needed_bytes": profile.host_needed,
@@ -170,7 +172,7 @@ def as_dict(plan: Plan, seq_source: str) -> dict[str, Any]:
             "compute": time.compute,
             "memory_bound": time.memory,
             "waiting": time.waiting,
-            "beside": time.beside,
+            "overlapped": time.overlapped,
         },
         "flops_convention": FLOPS_CONVENTION,
         "notes": plan.notes,

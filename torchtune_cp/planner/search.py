@@ -29,7 +29,7 @@ def longest(
     Needed memory, of the device and of its node, grows with the length along straight lines (attention
     needs none that grows with its square), of which the steepest ones come last: a convex curve. Its chords
     and their extensions bound the length that is looked for from below and from above, and the next length
-    to try lies on one of these bounds. What is returned has been simulated at its own length.
+    to try is on one of these bounds. What is returned has been simulated at its own length.
 
     Args:
         plan_at: Makes the plan of a length.
@@ -99,7 +99,7 @@ def needs(plan: Plan) -> str:
 
 
 def _where(plans: dict[int, Plan], lengths: list[int]) -> float:
-    """Where the line through two lengths needs all memory; infinite where there is no such line."""
+    """The length at which the line through two lengths reaches the memory limit; infinite if it does not."""
     if len(lengths) < 2:
         return math.inf
     a, b = lengths

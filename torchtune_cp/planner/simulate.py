@@ -63,7 +63,7 @@ class _NoWeights:
 def _mesh_names(meshes: Meshes) -> Callable[[dist.ProcessGroup, str], str]:
     """Name process groups by the mesh dimension they belong to.
 
-    Dimensions of the same ranks may share a group: what FSDP does then tells them apart.
+    Dimensions of the same ranks may share a group: FSDP's operations then distinguish them.
     """
     fsdp = {
         meshes.fsdp.get_group(i).group_name: name
@@ -97,7 +97,7 @@ def _make_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _step_as_on_gpu(optimizer: Optimizer) -> None:
-    """Let an optimizer step through all parameters at once, as it does on a GPU unless told otherwise.
+    """Let an optimizer update all parameters at once, as it does on a GPU by default.
 
     It then makes intermediates of the size of all parameters together. On a CPU its default is one
     parameter after the other.
@@ -121,7 +121,7 @@ def host_memory_seen(
     """Enclose what the levers allocate and do on the host, and do it where it is given, in no thread.
 
     Args:
-        on_host: Makes the enclosing context; is told whether what is allocated in it is pinned.
+        on_host: Makes the enclosing context; receives whether its allocations are pinned.
     """
     replaced = {
         name: getattr(host_memory, name)
@@ -159,7 +159,8 @@ def host_memory_seen(
 def _each_kind_of_tile(tracker: StepTracker) -> Generator[None, None, None]:
     """Let loops over tiles do the first, one of the equal ones in between for all of them, and the last.
 
-    The first is apart because sums begin with it. A plan then takes as long whatever the number of tiles.
+    The first is apart because sums begin with it. The time of a plan is then independent of the number of
+    tiles.
     """
     every = tiling.tiles
 
@@ -203,7 +204,7 @@ def simulate(
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
         gpu: Whether operators are those of a GPU.
-        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        separate_host: Whether host memory is another memory; None for as it is with `gpu`.
         num_layers: Layers of the model to keep, None for all.
         every_tile: Run every turn of the loops over tiles of the sequence, not one for all equal ones.
 
@@ -277,7 +278,7 @@ def simulate(
             device=_CPU,
         )
         if packs_documents(cfg):
-            # Attention of packed rows goes by documents, also where there is but one in a row.
+            # Packed rows use attention by documents, even with one document per row.
             cut: Any = train.cut
             train.cut = partial(cut, by_documents=True)
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
@@ -350,7 +351,7 @@ def rank_profile(
         world_size: Ranks of the run.
         seq_len: Tokens of each sequence, before padding.
         gpu: Whether operators are those of a GPU.
-        separate_host: Whether host memory is another memory; None for as it is with ``gpu``.
+        separate_host: Whether host memory is another memory; None for as it is with `gpu`.
         exact: Run all layers and all tiles rather than extrapolate from a few.
     """
     play = partial(
@@ -365,7 +366,7 @@ def rank_profile(
     )
     num_layers = number_of_layers(cfg)
     depths = layers_to_trace(num_layers, checkpointing_period(cfg))
-    # A layer with a group of its own is not like the others.
+    # A layer with a separate group is not like the others.
     singled_out = any(name.startswith("layers.") for name in cfg.custom_sharded_layers or [])
     if exact or depths is None or singled_out:
         return whole(play())

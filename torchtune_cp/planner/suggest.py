@@ -1,4 +1,4 @@
-"""Meshes, attention methods and memory levers of a world size, those that fit ranked by estimated time."""
+"""Ranks the meshes, attention methods and memory options of a world size that fit by estimated time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_LEVER: dict[str, Any] = {
     "fsdp_cpu_offload": False,
 }
 
-#: Levers from those that cost least to those that cost most, each on top of those before it. A ``.`` leads
+#: Levers from those that cost least to those that cost most, each on top of those before it. A `.` leads
 #: to an argument of a component.
 LEVERS: tuple[dict[str, Any], ...] = (
     {"ac_mode": "selective", "ac_option": "op"},
@@ -73,7 +73,7 @@ class Suggestion:
 
 
 def meshes(cluster: Cluster, sizes: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Every way to share a world size between samples, sequences and matrices.
+    """All factorisations of a world size into data, context and tensor parallelism.
 
     Where a sequence fits into a node, the model is also sharded over the node only, the nodes being
     replicas: more memory, and what FSDP gathers stays within the node.
@@ -106,7 +106,7 @@ def overridden(cfg: FullFinetuneConfig, overrides: dict[str, Any]) -> FullFinetu
 
     Args:
         cfg: The config; it stays as it is.
-        overrides: Values by key; ``loss.reuse_hidden`` is an argument of the component ``loss``.
+        overrides: Values by key; `loss.reuse_hidden` is an argument of the component `loss`.
     """
     flat = {key: value for key, value in overrides.items() if "." not in key}
     for key, value in overrides.items():
@@ -141,7 +141,7 @@ def _problems(cfg: FullFinetuneConfig, world_size: int) -> list[str]:
 def _divided(
     lever: dict[str, Any], cfg: FullFinetuneConfig, sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """A lever with at most as many head chunks as it says, of those that the model's heads allow."""
+    """An option with at most its number of head chunks, among those that the model's heads allow."""
     if "attention_head_chunks" not in lever:
         return lever
     heads, kv_heads = sizes["num_heads"], sizes.get("num_kv_heads", sizes["num_heads"])
@@ -164,9 +164,9 @@ def _divided(
 def ladder(
     cfg: FullFinetuneConfig, mesh: dict[str, Any], world_size: int, sizes: dict[str, int]
 ) -> list[tuple[dict[str, Any], FullFinetuneConfig]]:
-    """The levers of a mesh, one after the other, each on top of the last.
+    """The memory options of a mesh, each added to the previous ones.
 
-    What the rest of the config does not go with is left out.
+    Options that are incompatible with the rest of the config are left out.
 
     Args:
         cfg: The run's config.
@@ -175,7 +175,7 @@ def ladder(
         sizes: The model's.
 
     Returns:
-        Overrides and the config with them; nothing where the mesh itself does not go with the config.
+        Overrides and the config with them; nothing if the mesh itself is incompatible with the config.
     """
     rungs: list[tuple[dict[str, Any], FullFinetuneConfig]] = []
     overrides = mesh | _taken(cfg, NO_LEVER)
@@ -193,7 +193,7 @@ class _Climb:
     """The search for the lowest rung of a ladder that fits, a plan at a time.
 
     Each rung needs less memory than the one below, so the wanted one is found by halving; near a rung
-    that fitted something alike, by looking at its neighbours.
+    that fitted a similar case, by trying its neighbours.
 
     Attributes:
         mesh: What all rungs have in common.
@@ -223,7 +223,7 @@ class _Climb:
         return self._rungs[self._next] if self._low < self._high else None
 
     def take(self, plan: Plan | None) -> None:
-        """Go on from the plan of the candidate; None where it cannot be planned."""
+        """Continue from the plan of the candidate; None where it cannot be planned."""
         fits = plan is not None and plan.fits
         if fits:
             assert plan is not None
@@ -245,7 +245,7 @@ def suggest(
 ) -> list[Suggestion]:
     """Find the cheapest levers that make each mesh fit, then try other ways of attention on the best.
 
-    One rank stands for all. On the meshes that come out best (where none fits: on those that cut sequences
+    One rank represents all. On the meshes that come out best (where none fits: on those that cut sequences
     finest) the other methods of context parallelism are tried as well.
 
     Args:

@@ -1,7 +1,7 @@
-"""Everything the planner uses of torch that torch has not made public.
+"""All private torch functions that the planner uses.
 
-Training does not need any of it: what training needs stands in
-:mod:`torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was
+Training does not need any of it: what training needs is in
+`torchtune_cp.distributed.context_parallel.torch_private`. Each use names the versions it was
 checked with.
 """
 
@@ -34,7 +34,7 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Generator[None, None, None]:
-    """Join a process group of any size in which nobody else exists (2.13.0).
+    """Join a process group of any size without other processes (2.13.0).
 
     Collectives return at once and leave their outputs as they are.
 
@@ -80,14 +80,14 @@ def unseen_sharding_propagation() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def uncached(mode: FakeTensorMode) -> Generator[None, None, None]:
-    """Let a fake mode remember nothing of the operators inside (2.13.0)."""
+    """Disable a fake mode's cache for the operators inside (2.13.0)."""
     with _replaced(mode, "cache_enabled", False):
         yield
 
 
 @contextlib.contextmanager
 def real_meshes() -> Generator[None, None, None]:
-    """Keep the tensors of ranks inside device meshes real, whatever mode is active (2.13.0)."""
+    """Keep the tensors of ranks inside device meshes real in any active mode (2.13.0)."""
     initialise, mesh = DeviceMesh.__init__, DeviceMesh.mesh
     assert isinstance(mesh, property)
     get_mesh: Any = mesh.fget
@@ -113,10 +113,10 @@ def watching_fsdp(
     around: Callable[[str], contextlib.AbstractContextManager[None]],
     see_gradient: Callable[[torch.Tensor], None],
 ) -> Generator[None, None, None]:
-    """Say when FSDP gathers parameters or reduces gradients (``FSDPParamGroup``, 2.13.0).
+    """Say when FSDP gathers parameters or reduces gradients (`FSDPParamGroup`, 2.13.0).
 
     Args:
-        around: Called with ``"gather"`` or ``"reduce"``; the context encloses what FSDP does.
+        around: Called with `"gather"` or `"reduce"`; the context encloses what FSDP does.
         see_gradient: Called with each gradient of a gathered parameter before it is reduced.
     """
 
@@ -150,13 +150,13 @@ def watching_fsdp(
 def offloading_copies(
     on_host: Callable[[bool], contextlib.AbstractContextManager[None]],
 ) -> Generator[None, None, None]:
-    """Let FSDP's offloading copy, although host and device are the same memory (``FSDPParam``, 2.13.0).
+    """Let FSDP's offloading copy, although host and device are the same memory (`FSDPParam`, 2.13.0).
 
-    It moves shards and gradients by ``.to(device)``, which on a CPU does nothing. Here shards are copied
+    It moves shards and gradients by `.to(device)`, which on a CPU does nothing. Here shards are copied
     to be gathered, and reduced gradients are copied away, as from and to a GPU.
 
     Args:
-        on_host: Encloses the allocation of a gradient; is told whether torch takes pinned memory for it.
+        on_host: Encloses the allocation of a gradient; receives whether torch uses pinned memory for it.
     """
     inputs, to_sharded, reduce = (
         FSDPParam.all_gather_inputs,
@@ -180,7 +180,7 @@ def offloading_copies(
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
         if reducing and self.offload_to_cpu:
-            # With a hook that reads the gradient at once, torch waits for a copy to ordinary memory.
+            # With a hook that reads the gradient immediately, torch waits for a copy to ordinary memory.
             hooked = bool(getattr(self.sharded_param, "_post_accumulate_grad_hooks", None))
             with torch.no_grad():
                 with on_host(not hooked):

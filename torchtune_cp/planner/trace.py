@@ -1,4 +1,4 @@
-"""What a simulated step leaves behind: memory, arithmetic and traffic, operator by operator."""
+"""The record of a simulated step: memory, operations and communication, operator by operator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CATEGORIES = (
 #: One line each, for people.
 MEANING = {
     "parameters": "this rank's shards of the parameters",
-    "gradients": "gradients, whole before and sharded after their reduction, with its buffers",
-    "optimizer": "optimizer state and what its step needs for a moment",
+    "gradients": "gradients, unsharded before and sharded after the reduction, with its buffers",
+    "optimizer": "optimizer state and temporary memory of its step",
     "activations": "kept from forward for backward",
-    "gathered": "parameters gathered for computation, with the buffers of the gathering",
-    "attention": "working space of attention, forward and backward",
+    "gathered": "gathered parameters, with the buffers of the all-gather",
+    "attention": "temporary memory of attention, forward and backward",
     "loss": "logits of a chunk, gradients of hidden states and of the output projection",
-    "working": "working space of the layers: what is made and used up in one pass",
+    "working": "temporary memory of the layers within one pass",
     "batch": "token ids, labels, positions",
 }
 
@@ -37,14 +37,14 @@ MEANING = {
 PHASES = ("count", "forward", "backward", "norm", "update", "finish")
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where in the step an operator runs.
 
     Attributes:
-        phase: One of :data:`PHASES`.
+        phase: One of `PHASES`.
         layer: Index of the transformer layer, -1 outside.
         path: Module below the layer, or of the model; empty outside of modules.
-        activity: ``attention``, ``loss``, ``gather``, ``reduce`` or empty.
+        activity: `attention`, `loss`, `gather`, `reduce` or empty.
         again: Whether forward is being computed a second time, inside backward.
     """
 
@@ -66,9 +66,9 @@ class Transfer(NamedTuple):
     """One kind of collective on one mesh dimension.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
         mesh: Name of the mesh dimension.
-        phase: One of :data:`PHASES`.
+        phase: One of `PHASES`.
     """
 
     kind: str
@@ -81,25 +81,25 @@ class Trace:
     """A step as one rank sees it.
 
     Attributes:
-        places: The distinct places.
-        place: [ops] index into ``places`` of each operator.
+        locations: The distinct locations.
+        location: [ops] index into `locations` of each operator.
         device: [ops, categories] bytes on the device while each operator runs (its own working space
-            included), by :data:`CATEGORIES`.
+            included), by `CATEGORIES`.
         host: [ops] bytes in host memory; all 0 where the device is the host.
         transfers: Bytes sent by this rank and calls.
         flops: Floating-point operations by (kind, whether computed a second time); kinds are
-            ``matmul``, ``attention`` and ``attention_backward``.
+            `matmul`, `attention` and `attention_backward`.
         moved: Bytes that operators without a matrix product read and write on the device.
         host_moved: The same on the host.
         copied: Bytes copied from the device to the host or back.
         pageable: The most bytes of host memory that are not pinned.
-        pinned: Pinned host memory: the most buffers alive at once, by their size as torch rounds it.
+        pinned: Pinned host memory: peak size of live buffers, as rounded by torch.
         backlog: Bytes of all gradients (and copies of shards) that may wait on the host at once for an
             optimizer that steps there; here each is stepped as soon as it is there.
     """
 
-    places: list[Place]
-    place: np.ndarray
+    locations: list[Location]
+    location: np.ndarray
     device: np.ndarray
     host: np.ndarray
     transfers: dict[Transfer, tuple[float, float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Watches a step operator by operator: which bytes live, where, what is computed and sent."""
+"""Records a step operator by operator: live bytes, their device, operations, and communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchtune_cp.planner.torch_private import (
     backward_node,
     next_sequence_number,
 )
-from torchtune_cp.planner.trace import CATEGORIES, Place, Trace, Transfer, rounded_when_pinned
+from torchtune_cp.planner.trace import CATEGORIES, Location, Trace, Transfer, rounded_when_pinned
 
 _INDEX = {name: i for i, name in enumerate(CATEGORIES)}
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ _TOUCH_NOTHING = {
     aten.new_empty,
     aten._unsafe_view,
 }
-#: What takes from its arguments nothing but their shape.
+#: Operators that use only the shape of their arguments.
 _FILL = {aten.new_full, aten.new_zeros, aten.new_ones, aten.zeros_like, aten.full_like}
 #: What copies between two memories; within one it moves bytes as any other operator does.
 _COPIES = (aten.copy_.default, aten.clone.default)
@@ -51,15 +51,15 @@ def _layer_and_path(name: str) -> tuple[int, str]:
 
 
 class _Storage:
-    """One storage: its size, where it came to life and, later, where it died."""
+    """One storage: its size, where it was allocated and, later, where it was freed."""
 
     __slots__ = ("born", "category", "dead", "made_in", "on_host", "pinned", "ref", "size")
 
-    def __init__(self, size: int, born: int, place: Place, category: str | None):
+    def __init__(self, size: int, born: int, location: Location, category: str | None):
         self.size = size
         self.born = born
         self.dead = -1
-        self.made_in = place
+        self.made_in = location
         self.category = category
         self.on_host = False
         self.pinned = False
@@ -70,18 +70,18 @@ class StepTracker(TorchDispatchMode):
     """Records every operator of a step on local tensors.
 
     Put it inside the fake mode; enter it before the model is built, so that it knows every storage, and
-    call :meth:`start` before the step.
+    call `start` before the step.
 
     Where an operator belongs is found by hooks on modules in forward, and in backward by the number of
-    the autograd node, which says during which module's forward the node was made.
+    the autograd node, which records during which module's forward the node was made.
 
     What bytes are is decided when the step is over: what forward made and backward still had is an
     activation, what died before is working space.
 
     Args:
         mesh_of: Name of the mesh dimension of a process group, given also the activity.
-        workspace: See :data:`Workspace`.
-        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep alive.
+        workspace: See `Workspace`.
+        uncached: Encloses operators that take a storage itself, which the fake mode's cache would keep.
         separate_host: Whether host memory is another memory than the device's.
     """
 
@@ -102,10 +102,10 @@ class StepTracker(TorchDispatchMode):
         self._all: list[_Storage] = []
         self._recording = False
         self._op = 0
-        self._ops_place: list[int] = []
+        self._ops_location: list[int] = []
         self._extra: dict[int, int] = {}
         self._events: list[tuple[int, _Storage, int]] = []
-        self._place_ids: dict[Place, int] = {}
+        self._location_ids: dict[Location, int] = {}
         # Where we are.
         self.phase = "count"
         self._modules: list[tuple[int, str]] = []
@@ -153,7 +153,7 @@ class StepTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Generator[None, None, None]:
-        """Enclose an activity; see :class:`~torchtune_cp.planner.trace.Place`.
+        """Enclose an activity; see `Location`.
 
         Args:
             activity: Its name.
@@ -181,10 +181,10 @@ class StepTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Generator[None, None, None]:
-        """Enclose what a step does several times in a row, exactly alike, and what is run here once.
+        """Enclose what a step repeats identically, and what is run here once.
 
         What is computed, moved and sent counts so often. Bytes are there once: nothing of one time may
-        live on beside the next.
+        live on during the next.
 
         Args:
             times: How often.
@@ -195,29 +195,31 @@ class StepTracker(TorchDispatchMode):
         finally:
             self._times //= times
 
-    def _place(self) -> Place:
+    def _location(self) -> Location:
         activity = self._activities[-1] if self._activities else ""
         node = backward_node()
         if node is None:
             layer, path = self._modules[-1] if self._modules else (-1, "")
             if activity == "gather":
-                return Place("forward", *self._near(layer, path), activity)
+                return Location("forward", *self._near(layer, path), activity)
             if activity == "reduce":  # the last ones, when autograd is done
-                return Place("backward", -1, "", activity)
+                return Location("backward", -1, "", activity)
             if self.phase == "forward":
                 layer, path = self._near(layer, path)
-            return Place(self.phase, layer, path, activity)
+            return Location(self.phase, layer, path, activity)
         self.phase = "norm"  # what comes when no node is left
         if activity in ("gather", "reduce"):
-            return Place("backward", *self._near(-1, ""), activity)
+            return Location("backward", *self._near(-1, ""), activity)
         if self._modules:
-            return Place("backward", *self._near(*self._modules[-1]), activity, True)
+            return Location("backward", *self._near(*self._modules[-1]), activity, True)
         name, number = node
         if not name.endswith("AccumulateGrad"):
             at = bisect_right(self._boundaries, number) - 1
             layer, path, self._activity_made_in = self._made_in[at]
-            return Place("backward", *self._near(layer, path), activity or self._activity_made_in)
-        return Place("backward", *self._near(-1, ""), activity or self._activity_made_in)
+            return Location(
+                "backward", *self._near(layer, path), activity or self._activity_made_in
+            )
+        return Location("backward", *self._near(-1, ""), activity or self._activity_made_in)
 
     def _near(self, layer: int, path: str) -> tuple[int, str]:
         """What runs between modules (FSDP's hooks, checkpointing) belongs to the layer before."""
@@ -244,12 +246,12 @@ class StepTracker(TorchDispatchMode):
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        place = self._place() if self._recording else _BEFORE
+        location = self._location() if self._recording else _BEFORE
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                self._see(tensor.untyped_storage(), place)
+                self._see(tensor.untyped_storage(), location)
         if self._recording:
-            self._record(func, args, kwargs, out, place)
+            self._record(func, args, kwargs, out, location)
             self._op += 1
         return out
 
@@ -262,9 +264,9 @@ class StepTracker(TorchDispatchMode):
                 if self._recording and name in counted:
                     per_pair, query = counted[name]
                     _, heads, _, width = args[query].shape
-                    # Attention forward in backward is recomputation, also where no module stands around it.
+                    # Attention forward in backward is recomputation, even outside of any module.
                     recomputed = name == "attention" and backward_node() is not None
-                    key = name, self._place().again or recomputed
+                    key = name, self._location().again or recomputed
                     number = per_pair * heads * width * methods.pairs_of_this_rank()
                     self._flops[key] = self._flops.get(key, 0.0) + float(number * self._times)
                 return methods.BODIES[name](*args, **kwargs)
@@ -272,13 +274,15 @@ class StepTracker(TorchDispatchMode):
             self._inside -= 1
 
     def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, place: Place
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, location: Location
     ) -> None:
-        self._ops_place.append(self._place_ids.setdefault(place, len(self._place_ids)))
+        self._ops_location.append(self._location_ids.setdefault(location, len(self._location_ids)))
         if func.namespace in communication.NAMESPACES:
             sent = communication.sent(func, args)
             if sent is not None and sent.group.size() > 1:
-                key = Transfer(sent.kind, self._mesh_of(sent.group, place.activity), place.phase)
+                key = Transfer(
+                    sent.kind, self._mesh_of(sent.group, location.activity), location.phase
+                )
                 total = self._transfers.setdefault(key, [0.0, 0.0])
                 total[0] += sent.bytes * self._times
                 total[1] += self._times
@@ -290,19 +294,19 @@ class StepTracker(TorchDispatchMode):
         if counted is not None:
             kind, number = counted
             if not self._inside:
-                which = kind, place.again
+                which = kind, location.again
                 self._flops[which] = self._flops.get(which, 0.0) + number * self._times
         elif func in _COPIES and (bytes_copied := self._crossing(func, args, out)):
             self._copied += bytes_copied * self._times
         elif not func.is_view and func._overloadpacket not in _TOUCH_NOTHING:
             read = 0 if func._overloadpacket in _FILL else _touched(args)
             touched = (read + _touched(out)) * self._times
-            if self._host or (place.phase in ("norm", "update") and self._all_on_host(args)):
+            if self._host or (location.phase in ("norm", "update") and self._all_on_host(args)):
                 self._host_moved += touched
             else:
                 self._moved += touched
 
-    def _lies_on_host(self, tensor: torch.Tensor) -> bool:
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
         known = self._storages.get(id(tensor.untyped_storage()))
         return known is not None and known.on_host
 
@@ -310,30 +314,30 @@ class StepTracker(TorchDispatchMode):
         if not self._separate_host:
             return False
         tensors = [tensor for tensor in _flat(values) if tensor.numel() > 1]
-        return bool(tensors) and all(map(self._lies_on_host, tensors))
+        return bool(tensors) and all(map(self._is_on_host, tensors))
 
     def _crossing(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
         """Bytes that a copy moves from one memory into the other."""
         if not self._separate_host:
             return 0
         target, source = (args[0], args[1]) if func is aten.copy_.default else (out, args[0])
-        crosses = self._lies_on_host(target) != self._lies_on_host(source)
+        crosses = self._is_on_host(target) != self._is_on_host(source)
         return _touched(target) if crosses else 0
 
-    def _see(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def _see(self, storage: torch.UntypedStorage, location: Location) -> None:
         key = id(storage)
         known = self._storages.get(key)
         if known is not None:
             self._resized(known, storage.nbytes())
             return
         category = None
-        if place.activity == "gather":
+        if location.activity == "gather":
             category = "gathered"
-        elif place.activity == "reduce":
+        elif location.activity == "reduce":
             category = "gradients"
-        elif place.phase in ("norm", "update", "finish"):
+        elif location.phase in ("norm", "update", "finish"):
             category = "optimizer"
-        known = _Storage(storage.nbytes(), self._op, place, category)
+        known = _Storage(storage.nbytes(), self._op, location, category)
         known.on_host, known.pinned = bool(self._host), bool(self._host and self._host[-1])
         self._storages[key] = known
         self._all.append(known)
@@ -380,8 +384,8 @@ class StepTracker(TorchDispatchMode):
 
         Args:
             tensor: Of a DTensor, the local part counts.
-            category: One of :data:`~torchtune_cp.planner.trace.CATEGORIES`.
-            on_host: Whether it lies on the host.
+            category: One of `CATEGORIES`.
+            on_host: Whether it is on the host.
             pinned: Whether its memory there is pinned.
         """
         with torch.no_grad():
@@ -402,7 +406,7 @@ class StepTracker(TorchDispatchMode):
         for storage in self._all:
             storage.category = storage.category or "batch"
             self._events.append((0, storage, storage.size))
-        self._ops_place.append(self._place_ids.setdefault(_BEFORE, 0))
+        self._ops_location.append(self._location_ids.setdefault(_BEFORE, 0))
         self._op = 1
 
     def stop(self, *, shards_on_host: bool = False) -> Trace:
@@ -412,14 +416,14 @@ class StepTracker(TorchDispatchMode):
             shards_on_host: Whether the optimizer steps on the host.
         """
         self._recording = False
-        self._ops_place.append(self._ops_place[-1])  # for what died last
+        self._ops_location.append(self._ops_location[-1])  # for what died last
         ops = self._op + 1
-        places = list(self._place_ids)
+        locations = list(self._location_ids)
         device = np.zeros((ops, len(CATEGORIES)), dtype=np.int64)
         host = np.zeros(ops, dtype=np.int64)
         pageable = np.zeros(ops, dtype=np.int64)
         pinned: dict[int, np.ndarray] = {}
-        phase_of = [places[i].phase for i in self._ops_place]
+        phase_of = [locations[i].phase for i in self._ops_location]
         for op, storage, delta in self._events:
             category = storage.category or _category(storage, phase_of)
             on_host = storage.on_host or (shards_on_host and category == "optimizer")
@@ -436,8 +440,8 @@ class StepTracker(TorchDispatchMode):
         for op, extra in self._extra.items():
             device[op, _INDEX["attention"]] += extra
         return Trace(
-            places=places,
-            place=np.array(self._ops_place),
+            locations=locations,
+            location=np.array(self._ops_location),
             device=device,
             host=host.cumsum(),
             transfers={k: (v[0], v[1]) for k, v in self._transfers.items()},
@@ -450,19 +454,19 @@ class StepTracker(TorchDispatchMode):
         )
 
 
-_BEFORE = Place("count", -1, "", "")
+_BEFORE = Location("count", -1, "", "")
 
 
 def _category(storage: _Storage, phase_of: list[str]) -> str:
-    place = storage.made_in
-    if place.activity == "loss":
+    location = storage.made_in
+    if location.activity == "loss":
         return "loss"
     died_in = phase_of[storage.dead] if storage.dead >= 0 else "finish"
-    if place.phase == "forward" and died_in != "forward":
+    if location.phase == "forward" and died_in != "forward":
         return "activations"
-    if place.phase == "count":
+    if location.phase == "count":
         return "batch"
-    return "attention" if place.activity == "attention" else "working"
+    return "attention" if location.activity == "attention" else "working"
 
 
 def _some_value(dtype: torch.dtype) -> bool | int | float:

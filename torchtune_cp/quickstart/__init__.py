@@ -1,1 +1,1 @@
-"""The quickstart: fine-tunes a small pretrained model on long files, with nothing to prepare."""
+"""The quickstart: fine-tunes a small pretrained model on long files, without any preparation."""

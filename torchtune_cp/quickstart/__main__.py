@@ -43,7 +43,7 @@ def train(model_dir: Path, output_dir: Path, steps: int) -> None:
         steps: Optimizer steps.
 
     Raises:
-        SystemExit: The run failed; it has said why.
+        SystemExit: The run failed, and has reported the reason.
     """
     command = [
         *("tune", "run", "--nproc_per_node", str(_RANKS), "full_finetune_distributed"),
@@ -82,8 +82,8 @@ def quickstart(work_dir: Path, steps: int) -> None:
     _notify(verify_result(output_dir))
     losses = [r["val_loss"] for r in read_metrics(output_dir / METRICS_NAME) if "val_loss" in r]
     _notify(f"validation loss before {losses[0]:.4f}, after {losses[-1]:.4f}")
-    _notify(f"the fine-tuned model lies in {output_dir / 'final'}")
-    _notify(f"the loss curve lies in {image}, the figures in {output_dir / METRICS_NAME}")
+    _notify(f"the fine-tuned model is in {output_dir / 'final'}")
+    _notify(f"the loss curve is in {image}, the metrics in {output_dir / METRICS_NAME}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.steps <= _MAX_STEPS:
-        parser.error(f"--steps must lie between 1 and {_MAX_STEPS}, not {arguments.steps}")
+        parser.error(f"--steps must be between 1 and {_MAX_STEPS}, not {arguments.steps}")
     try:
         quickstart(arguments.work_dir, arguments.steps)
     except UserError as error:

@@ -7,7 +7,7 @@ from torchtune_cp.metrics.jsonl import read_metrics
 
 
 def draw_loss_curve(metrics: str | Path, image: str | Path, *, title: str) -> Path:
-    """Draw training and validation loss over the steps of a ``metrics.jsonl`` to a PNG.
+    """Draw training and validation loss over the steps of a `metrics.jsonl` to a PNG.
 
     Args:
         metrics: The metrics file.

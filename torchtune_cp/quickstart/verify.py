@@ -1,4 +1,4 @@
-"""Shows that a run's result is a model that others can load, and the one that was trained."""
+"""Verifies that a run's result loads in transformers and is the trained model."""
 
 import logging
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def transformers_loss(folder: Path, samples: list[dict[str, list[int]]]) -> floa
 
     Args:
         folder: A Hugging Face folder.
-        samples: ``tokens`` and aligned ``labels`` (-100: not counted) each.
+        samples: `tokens` and aligned `labels` (-100: not counted) each.
 
     Raises:
         UserError: transformers misses weights in the folder, or finds some that it does not expect.
@@ -60,17 +60,17 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def verify_result(output_dir: Path) -> str:
-    """Load ``final/`` with transformers and repeat the last validation without context parallelism.
+    """Load `final/` with transformers and repeat the last validation without context parallelism.
 
     Args:
         output_dir: The output folder of a finished run.
 
     Returns:
-        A line that says what was found.
+        A line with the result.
 
     Raises:
-        UserError: ``final/`` is not whole, does not load, or gives another loss than the run
-        reported.
+        UserError: `final/` is not whole, does not load, or gives another loss than the run
+            reported.
     """
     final = output_dir / "final"
     check_folder(final)

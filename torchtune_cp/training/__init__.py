@@ -1,4 +1,4 @@
-"""What a training loop is made of: loss, step, schedules, checkpointing of activations, seeds."""
+"""The parts of a training loop: loss, step, schedules, activation checkpointing, seeds."""
 
 from torchtune_cp.training.loss import LinearCrossEntropyLoss
 from torchtune_cp.training.lr_schedulers import (

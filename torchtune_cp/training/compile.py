@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def compile_layers(model: LanguageModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each layer's ``forward``; equal layers share what was compiled.
+    """Compile each layer's `forward`; equal layers share what was compiled.
 
     The forward function is compiled, not the module, so that FSDP's hooks (which gather parameters)
     stay outside. Under context parallelism call it after activation checkpointing was applied: a
@@ -21,7 +21,7 @@ def compile_layers(model: LanguageModel, *, backend: str | Callable[..., Any] = 
     the tensors that the compiled checkpoint saves, and stops.
 
     Args:
-        model: A model with ``layers``; not yet sharded.
+        model: A model with `layers`; not yet sharded.
         backend: What compiles the graphs; another one than inductor serves to look at them.
     """
     for layer in model.layers:

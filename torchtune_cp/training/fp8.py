@@ -31,10 +31,10 @@ def float8_config(recipe: str, *, emulate: bool, float8_all_gather: bool) -> Flo
     """Describe how linear layers compute in float8.
 
     Args:
-        recipe: ``tensorwise`` (a scale a tensor), ``rowwise`` (a scale a row, powers of two), or
-            ``rowwise_with_gw_hp`` (as rowwise, weight gradients in high precision).
+        recipe: `tensorwise` (a scale a tensor), `rowwise` (a scale a row, powers of two), or
+            `rowwise_with_gw_hp` (as rowwise, weight gradients in high precision).
         emulate: Round operands to float8 but multiply in float32: any hardware, no speed.
-        float8_all_gather: Let FSDP send weights as float8. Only with ``tensorwise``: a shard does not
+        float8_all_gather: Let FSDP send weights as float8. Only with `tensorwise`: a shard does not
             know the scales of whole rows and columns.
     """
     from torchao.float8 import Float8LinearConfig
@@ -96,11 +96,11 @@ def convert_to_float8(
 
     Args:
         model: May be on the meta device.
-        recipe: See :func:`float8_config`; None means ``tensorwise``.
-        device: Where the model will train. On ``cpu`` float8 is always emulated.
+        recipe: See `float8_config`; None means `tensorwise`.
+        device: Where the model will train. On `cpu` float8 is always emulated.
         emulate: Emulate also elsewhere.
         tp: Ranks that will share each matrix.
-        float8_all_gather: See :func:`float8_config`; False where shards lie on the host, whose scales
+        float8_all_gather: See `float8_config`; False if shards are on the host, whose scales
             would have to be reduced there. Never with tensor parallelism: FSDP would scale each rank's
             part of a matrix by itself, and results would depend on the mesh.
 
@@ -142,7 +142,7 @@ def convert_to_float8(
 def precompute_float8_scales(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP sends as float8, in one all-reduce.
 
-    Call it after each optimizer step. Without it each weight's scale costs an all-reduce of its own
+    Call it after each optimizer step. Without it each weight's scale costs a separate all-reduce
     when it is gathered. Does nothing for a model without such weights.
 
     Args:

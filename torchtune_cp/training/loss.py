@@ -1,4 +1,4 @@
-"""Cross entropy fused with the output projection, a chunk of tokens at a time.
+"""Cross entropy fused with the output projection, computed in chunks of tokens.
 
 Shape legend: N tokens (batch x sequence of this rank), c tokens of a chunk, d embedding, v vocabulary.
 """
@@ -51,7 +51,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     """Takes the gradient in the forward pass: three products with the head instead of four.
 
     Keeping logits for backward needs [N, v]; recomputing them needs a fourth product. A loss that is
-    the last node of the graph can take its own gradient while a chunk's logits are at hand (as Liger
+    the last node of the graph can compute its own gradient while a chunk's logits exist (as Liger
     Kernel does, arXiv 2410.10989); backward then only multiplies by the incoming scalar.
     """
 
@@ -89,7 +89,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             else:
                 grad_weight += grad.t() @ h
             torch.mm(grad, weight, out=grad_hidden[part])  # last: it may take the place of h
-            del grad  # or two chunks would be alive while the next one is taken
+            del grad  # otherwise two chunks would exist while the next one is computed
         ctx.scaled = False
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total
@@ -100,7 +100,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if ctx.scaled:
             raise RuntimeError(
                 "LinearCrossEntropyLoss: backward was called a second time (retain_graph=True);"
-                " its gradients were handed out at the first"
+                " its gradients were returned by the first"
             )
         ctx.scaled = True
         grad_hidden, grad_weight = ctx.saved_tensors
@@ -111,19 +111,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 class LinearCrossEntropyLoss:
-    """Sum of the cross entropies of a slice's tokens, without ever holding all of its logits.
+    """Sum of the cross entropies of a slice's tokens, without materialising all of its logits.
 
-    It is the SUM: the training step divides by the number of label tokens of the whole global step,
-    which no rank or micro-batch knows by itself.
+    It is the sum, not the mean: the training step divides by the number of label tokens of the whole global
+    step, which a single rank or micro-batch does not know.
 
     Args:
         num_output_chunks: A slice's tokens are projected in at least this many chunks.
-        ignore_index: The label of tokens that do not count.
-        max_chunk_tokens: No chunk is longer than this many tokens, however long the slice: the logits
-            of a chunk take ``max_chunk_tokens x v x 4`` bytes.
-        reuse_hidden: In training, put the gradient of the hidden states into their own memory, chunk by
-            chunk: one tensor of the whole slice instead of two. The caller's hidden states are
-            overwritten; nothing else in the models here reads them.
+        ignore_index: The label of tokens without loss.
+        max_chunk_tokens: Maximum number of tokens in a chunk, for any length of the slice: the logits of a
+            chunk take `max_chunk_tokens x v x 4` bytes.
+        reuse_hidden: In training, write the gradient of the hidden states over the hidden states, chunk by
+            chunk: one tensor of the whole slice instead of two. The caller's hidden states are overwritten;
+            the models of this project do not read them afterwards.
 
     Raises:
         UserError: A number of chunks or tokens below 1.
@@ -148,7 +148,7 @@ class LinearCrossEntropyLoss:
         self.reuse_hidden = reuse_hidden
 
     def chunk_tokens(self, num_tokens: int) -> int:
-        """How many tokens are projected at a time when a slice has ``num_tokens``."""
+        """Return the chunk size, in tokens, for a slice of `num_tokens`."""
         return max(1, min(-(-num_tokens // self.num_output_chunks), self.max_chunk_tokens))
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -156,14 +156,14 @@ class LinearCrossEntropyLoss:
 
         Args:
             hidden: [batch, seq, d], after the last norm.
-            weight: [v, d], the output projection. Under tensor parallelism both are DTensors, ``hidden``
-                replicated and ``weight`` cut along v; then each rank takes the logits of its own v / tp
+            weight: [v, d], the output projection. Under tensor parallelism both are DTensors, `hidden`
+                replicated and `weight` cut along v; then each rank takes the logits of its own v / tp
                 token ids only.
-            labels: [batch, seq], already shifted; ``ignore_index`` where nothing is to be predicted.
+            labels: [batch, seq], already shifted; `ignore_index` where nothing is to be predicted.
 
         Returns:
             The sum of the token losses in nats, a float32 scalar (float64 for float64 inputs). It
-            depends on ``hidden`` and ``weight`` even where no label counts: their gradient is then 0.
+            depends on `hidden` and `weight` even where no label counts: their gradient is then 0.
             Its backward can be called once.
         """
         shard = None

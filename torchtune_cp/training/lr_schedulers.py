@@ -40,14 +40,14 @@ def get_cosine_schedule_with_warmup(
     """Rise linearly from 0 to the optimizer's rate, then fall along a cosine.
 
     Args:
-        optimizer: Its groups' ``lr`` are the peak rates.
+        optimizer: Its groups' `lr` are the peak rates.
         num_warmup_steps: Optimizer steps of the rise; step 0 then has the rate 0.
         num_training_steps: Optimizer steps of the whole run.
         num_cycles: Periods of the cosine; 0.5 ends at 0.
         last_epoch: Index of the last step when resuming.
 
     Raises:
-        UserError: A negative ``num_warmup_steps``.
+        UserError: A negative `num_warmup_steps`.
     """
     return _with_warmup(
         optimizer,
@@ -64,13 +64,13 @@ def get_linear_schedule_with_warmup(
     """Rise linearly from 0 to the optimizer's rate, then fall linearly to 0.
 
     Args:
-        optimizer: Its groups' ``lr`` are the peak rates.
+        optimizer: Its groups' `lr` are the peak rates.
         num_warmup_steps: Optimizer steps of the rise.
         num_training_steps: Optimizer steps of the whole run.
         last_epoch: Index of the last step when resuming.
 
     Raises:
-        UserError: A negative ``num_warmup_steps``.
+        UserError: A negative `num_warmup_steps`.
     """
     return _with_warmup(
         optimizer, num_warmup_steps, num_training_steps, last_epoch, lambda progress: 1.0 - progress
@@ -83,12 +83,12 @@ def get_constant_schedule_with_warmup(
     """Rise linearly from 0 to the optimizer's rate and stay there.
 
     Args:
-        optimizer: Its groups' ``lr`` are the peak rates.
+        optimizer: Its groups' `lr` are the peak rates.
         num_warmup_steps: Optimizer steps of the rise.
         num_training_steps: Accepted for uniformity; without effect.
         last_epoch: Index of the last step when resuming.
 
     Raises:
-        UserError: A negative ``num_warmup_steps``.
+        UserError: A negative `num_warmup_steps`.
     """
     return _with_warmup(optimizer, num_warmup_steps, num_training_steps, last_epoch, lambda _: 1.0)

@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number: found before the optimizer uses it, on all ranks alike."""
+"""Detects a non-finite loss or gradient on all ranks, before the optimizer uses it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class StepTotals:
 def step_totals(
     meshes: Meshes, losses: Sequence[Tensor], grad_norm: Tensor, device: torch.device
 ) -> StepTotals:
-    """Add the loss up over ranks and read it together with the norm: one wait for the device.
+    """Sum the loss over ranks and read it together with the norm, with a single device synchronisation.
 
     Args:
-        meshes: Losses add up over ``meshes.loss``; ``meshes.tp`` must agree on what is finite.
+        meshes: Losses are summed over `meshes.loss`; `meshes.tp` must agree on what is finite.
         losses: This rank's sum of token losses for each micro-batch, scalars.
         grad_norm: Of the step's whole gradient, a scalar, already combined over ranks.
         device: Where the process group's collectives run.
@@ -62,7 +62,7 @@ def step_totals(
 
 
 class NonFiniteGuard:
-    """Decides about steps whose loss or gradient is NaN or infinite (``on_nonfinite``).
+    """Decides about steps whose loss or gradient is NaN or infinite (`on_nonfinite`).
 
     Attributes:
         count: Steps skipped so far in the whole run; a resumed run sets it.
@@ -74,7 +74,7 @@ class NonFiniteGuard:
         """Count from zero.
 
         Args:
-            action: ``skip`` (the optimizer leaves the step out) or ``raise`` (the run ends).
+            action: `skip` (the optimizer leaves the step out) or `raise` (the run ends).
             meshes: Names the data-parallel rank whose samples are named.
             before_raising: Called on every rank before the run ends, for what must not be lost: a
                 checkpoint that is being written.
@@ -93,20 +93,20 @@ class NonFiniteGuard:
         losses: Sequence[Tensor],
         batches: Sequence[dict[str, Tensor]],
     ) -> bool:
-        """Say whether the optimizer may make the step; every rank must call this and gets one answer.
+        """Return whether the optimizer may make the step; collective, with the same result on every rank.
 
-        A refused step costs a collective and a warning on rank 0 (the package's logger speaks there
+        A refused step costs a collective and a warning on rank 0 (the package's logger writes there
         only); a step that is let through costs nothing.
 
         Args:
-            totals: From :func:`step_totals`.
+            totals: From `step_totals`.
             step: The number of the step, from 1 on.
             losses: This rank's sum of token losses for each micro-batch.
-            batches: This rank's micro-batches, whole; those with ``sample_ids`` [b] are named by
+            batches: This rank's micro-batches, whole; those with `sample_ids` [b] are named by
                 them.
 
         Raises:
-            UserError: The step is refused and ``on_nonfinite`` is ``raise``.
+            UserError: The step is refused and `on_nonfinite` is `raise`.
         """
         if totals.finite:
             return True
@@ -119,11 +119,11 @@ class NonFiniteGuard:
                 self._before_raising()
             raise UserError(
                 f"step {step}: {what}; {samples}; on_nonfinite=raise ends the run,"
-                " on_nonfinite=skip leaves such steps out"
+                " on_nonfinite=skip skips such steps"
             )
         self.count += 1
         if self.count == 1:
-            # torch tells a schedule that moves on before the first optimizer step from one that is
+            # torch distinguishes a schedule that advances before the first optimizer step from one that is
             # stepped in the wrong order by nothing.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         _LOG.warning(
@@ -169,5 +169,5 @@ class NonFiniteGuard:
 def _listed(ids: list[int] | None) -> str:
     if ids is None:
         return "samples (ids unknown: the collate function passes no sample_ids on)"
-    # -1 stands for a filler without content.
+    # -1 marks padding without content.
     return f"samples {', '.join(str(number) for number in ids if number >= 0)}"

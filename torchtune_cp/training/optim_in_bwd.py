@@ -1,4 +1,4 @@
-"""The optimizer inside backward: each parameter is stepped, and its gradient freed, at once."""
+"""The optimizer in backward: each parameter is updated, and its gradient freed, as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchtune_cp.errors import UserError
 
 
 class GradientNorm:
-    """Adds up the 2-norm of a gradient whose parts are never alive together.
+    """Adds up the 2-norm of a gradient whose parts never exist together.
 
-    Each rank keeps one number per parameter and talks to the others once, in :meth:`total`. A part
+    Each rank keeps one number per parameter and communicates with the others once, in `total`. A part
     that several ranks hold a copy of (replicas, or a parameter that is not sharded) counts once.
     """
 
@@ -52,7 +52,7 @@ class GradientNorm:
             square = torch.stack(norms).to(torch.float64).square().sum()
             if key is not None:
                 mesh, dims = key
-                square = square.to(mesh.device_type)  # offloaded gradients lie on the host
+                square = square.to(mesh.device_type)  # offloaded gradients are on the host
                 for dim in dims:
                     dist.all_reduce(square, group=mesh.get_group(dim))
             total = square if total is None else total + square.to(total.device)
@@ -100,7 +100,7 @@ def step_alone(optimizer: Optimizer, index: int, parameter: Tensor, *, key: str)
     finally:
         optimizer.param_groups = groups
     for name, value in alone.items():
-        # Such a value would have to change once a step, not once a parameter.
+        # Such a value must change once per step, not once per parameter.
         if name != "params" and value is not group.get(name):
             raise UserError(
                 f"{key}=true: {type(optimizer).__name__} keeps '{name}' for all of its parameters"
@@ -113,11 +113,11 @@ class OptimizerInBackward:
 
     As soon as a parameter's gradient is complete (FSDP2 has added it up over shards and replicas), the
     optimizer steps this parameter alone and the gradient is freed. So at most the gradients of one
-    FSDP group (of two, with replicas) are alive, not those of the whole model.
+    FSDP group (of two, with replicas) exist, not those of the whole model.
 
-    The optimizer stays the object it was: its parameter groups (a schedule sets their rates as ever),
-    its state and its state dict are those of a run that steps after backward. ``step()`` and
-    ``zero_grad()`` after backward find no gradient and do nothing, so a training loop is the same
+    The optimizer stays the object it was: its parameter groups (a schedule sets their rates as usual),
+    its state and its state dict are those of a run that steps after backward. `step()` and
+    `zero_grad()` after backward find no gradient and do nothing, so a training loop is the same
     with and without. What needs all gradients at once cannot work: clipping, accumulation.
 
     Attributes:
@@ -156,7 +156,7 @@ class OptimizerInBackward:
 
         Args:
             index: Of its group. Not the group itself: loading a state dict makes new ones.
-            parameter: Its ``grad`` is complete.
+            parameter: Its `grad` is complete.
         """
         assert parameter.grad is not None
         self._norm.add(parameter.grad)
@@ -165,15 +165,15 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def _update(self, index: int, parameter: Tensor) -> None:
-        """Take the optimizer's step for one parameter; arguments as of :meth:`_step_one`."""
+        """Take the optimizer's step for one parameter; arguments as of `_step_one`."""
         step_alone(self.optimizer, index, parameter, key=self.key)
 
     def _free_last_buffer(self, gradient: Tensor) -> None:
         """Free the gradients of the FSDP group before this one, if torch still holds them.
 
-        FSDP reduces a group's gradients in one buffer and hands out views of it. With replicas it
+        FSDP reduces a group's gradients in one buffer and returns views of it. With replicas it
         keeps a reference to every group's buffer until backward ends (torch 2.13,
-        ``FSDPParamGroup._all_reduce_state``), lest another stream reuses the memory too early, and
+        `FSDPParamGroup._all_reduce_state`), lest another stream reuses the memory too early, and
         freeing the views would free nothing. Its content is not needed again: groups come one after
         the other, so when the next one's first gradient arrives the last one's have all been used.
         """

@@ -1,4 +1,4 @@
-"""The optimizer on the host: its state lies there, and it steps there while backward goes on."""
+"""The optimizer on the host: its state is there, and it steps there while backward runs."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 class OptimizerOnHost(OptimizerInBackward):
-    """Makes an ordinary optimizer step on the host, one parameter at a time, beside backward.
+    """Makes an ordinary optimizer step on the host, one parameter at a time, during backward.
 
     As soon as a parameter's gradient is complete (FSDP2 has added it up), it and the parameter are copied
     to host memory and the gradient is freed; a thread steps this parameter there and sends its new value
-    back, while backward goes on. Nothing reads a parameter's shard between its gradient and the next
-    forward pass, so the new value may come at any time. ``optimizer.step()`` waits for what is not done.
+    back, while backward runs. Nothing reads a parameter's shard between its gradient and the next
+    forward pass, so the new value may come at any time. `optimizer.step()` waits for what is not done.
 
     On the device there is no optimizer state at all (ZeRO-Offload, arXiv 2101.06840, but without its
-    delayed update: the step is the ordinary one). With ``fsdp_cpu_offload`` parameters and gradients are
+    delayed update: the step is the ordinary one). With `fsdp_cpu_offload` parameters and gradients are
     on the host already and are stepped where they are.
 
-    The optimizer stays the object it was, as with :class:`OptimizerInBackward`: groups, state, state dict.
+    The optimizer stays the object it was, as with `OptimizerInBackward`: groups, state, state dict.
     """
 
     key = "optimizer_on_host"
@@ -58,7 +58,7 @@ class OptimizerOnHost(OptimizerInBackward):
         Args:
             optimizer: Holds the parameters as they are trained (after sharding).
             device: Where the model computes; the CPU will do.
-            shards_on_host: Whether ``fsdp_cpu_offload`` keeps parameters and gradients on the host.
+            shards_on_host: Whether `fsdp_cpu_offload` keeps parameters and gradients on the host.
 
         Raises:
             UserError: An optimizer that has no parameter groups of its own.

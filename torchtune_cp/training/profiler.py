@@ -53,13 +53,13 @@ def setup_torch_profiler(
         warmup_steps: Steps to trace and throw away.
         active_steps: Steps to keep.
         num_cycles: How often to repeat; 0 means to the end.
-        output_dir: ``rankN_stepM.json`` files are written here.
+        output_dir: `rankN_stepM.json` files are written here.
 
     Returns:
-        A context manager whose ``step()`` is called after each training step.
+        A context manager whose `step()` is called after each training step.
 
     Raises:
-        UserError: Enabled with neither ``cpu`` nor ``cuda``, or without a step to keep.
+        UserError: Enabled with neither `cpu` nor `cuda`, or without a step to keep.
     """
     if not enabled:
         return DisabledProfiler()

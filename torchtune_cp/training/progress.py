@@ -1,4 +1,4 @@
-"""How far a run is, and how far it has to go: steps, epochs, and where a checkpoint left them."""
+"""The progress of a run and its length: steps, epochs, and where a checkpoint left them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrainingProgress:
         Args:
             cfg: The run's config.
             loader: The training data.
-            resumed: A checkpoint whose state holds :meth:`record`, or nothing, or weights alone.
+            resumed: A checkpoint whose state holds `record`, or nothing, or weights alone.
 
         Raises:
             UserError: The data is not that of the checkpoint.
@@ -112,7 +112,7 @@ class TrainingProgress:
 
     @property
     def validation_due(self) -> bool:
-        """Whether to validate here: before the first step, after the last, and every so many steps."""
+        """Whether to validate here: before the first step, after the last, and at the configured interval."""
         if self.step in (0, self.total_steps):
             return True
         return self.validate_every is not None and self.step % self.validate_every == 0

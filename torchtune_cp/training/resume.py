@@ -1,4 +1,4 @@
-"""What a recipe does about checkpoints besides saving: where it starts, and how it continues."""
+"""Checkpoint handling of a recipe besides saving: where a run starts, and how it continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, ResumePoint | None]:
-    """Look where the run starts; every rank has to call this.
+    """Determine where the run starts; collective, every rank must call it.
 
     Args:
         cfg: The run's config.
@@ -54,10 +54,10 @@ def open_checkpoints(cfg: FullFinetuneConfig) -> tuple[TrainingCheckpoints, Resu
 
 
 def clear_earlier_report(cfg: FullFinetuneConfig) -> None:
-    """Make room where an earlier start has reported that this one does not go on with.
+    """Move away the reports of an earlier start that this one does not continue.
 
-    Either ``overwrite`` lets its lines go, or it never came to a checkpoint (others are refused before
-    the ranks start): then they are kept beside. Called on rank 0.
+    Either `overwrite` lets its lines go, or it never came to a checkpoint (others are refused before
+    the ranks start): then they are kept in another file. Called on rank 0.
 
     Args:
         cfg: The run's config.
@@ -84,12 +84,12 @@ def saved_seed(resumed: ResumePoint | None) -> int | None:
 
 
 def skipped_steps(resumed: ResumePoint | None) -> int:
-    """Steps that the run that is continued has left out (``on_nonfinite``); 0 for a new run."""
+    """Steps that the run that is continued has left out (`on_nonfinite`); 0 for a new run."""
     return 0 if resumed is None or resumed.state is None else resumed.state["nonfinite_steps"]
 
 
 def run_record(cfg: FullFinetuneConfig, dims: ParallelDims, seed: int) -> dict[str, Any]:
-    """What every checkpoint of a run says of it, as plain JSON.
+    """What every checkpoint records about its run, as plain JSON.
 
     Args:
         cfg: The run's config; its secrets are masked.
@@ -113,7 +113,7 @@ def restore(
 ) -> None:
     """Fill model, optimizer, schedule and random generators from a checkpoint, if there is one.
 
-    On the mesh and with the config that it was saved with, the run goes on bit for bit. A line says
+    On the mesh and with the config that it was saved with, the run continues bitwise equal. A line says
     what will be different otherwise.
 
     Args:
@@ -121,7 +121,7 @@ def restore(
         checkpoints: Reads it.
         state: What to fill; weights may be uninitialised.
         progress: Has been moved to the saved place.
-        record: :func:`run_record` of this run.
+        record: `run_record` of this run.
 
     Raises:
         UserError: The checkpoint is of another model or optimizer.
@@ -135,7 +135,7 @@ def restore(
         for key in ("optimizer", "lr_scheduler")
         if saved["config"].get(key) != record["config"].get(key)
     ]
-    # Their values are not in the checkpoint, so nobody can tell: those of now count.
+    # Their values are not in the checkpoint, so they cannot be compared: the current ones are used.
     changed += [
         f"{key} has values from the environment and may have"
         for key in ("optimizer", "lr_scheduler")
@@ -153,10 +153,10 @@ def restore(
     )
     if record["config"]["enable_fp8_training"] is not False:  # masked, it may be either
         precompute_float8_scales(state.model)  # as after every step
-    _say(saved, record, progress, changed, same_mesh)
+    _log_changes(saved, record, progress, changed, same_mesh)
 
 
-def _say(
+def _log_changes(
     saved: Mapping[str, Any],
     record: Mapping[str, Any],
     progress: TrainingProgress,
@@ -173,14 +173,14 @@ def _say(
         _LOG.info("the run was finished: there is nothing left to train")
     if not same_mesh:
         _LOG.info(
-            "saved on %d processes (%s), resumed on %d (%s): sums are added up in another order%s",
+            "saved on %d processes (%s), resumed on %d (%s): sums are computed in a different order%s",
             saved["world_size"],
             _spelt(saved["mesh"]),
             record["world_size"],
             _spelt(record["mesh"]),
             ""
             if saved["world_size"] == record["world_size"]
-            else "; random numbers of dropout, if there is any, are others",
+            else "; random numbers of dropout, if used, are different",
         )
     loud = []
     if saved["global_batch_size"] != progress.global_batch_size:
@@ -194,7 +194,7 @@ def _say(
     if changed:
         loud.append(
             f"{', '.join(changed)} changed: rates and settings are those of this config, the schedule"
-            f" stands at step {progress.step}"
+            f" is at step {progress.step}"
         )
     if loud:
         _LOG.warning("this is not the run that was saved: %s", "; ".join(loud))

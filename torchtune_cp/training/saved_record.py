@@ -1,6 +1,6 @@
-"""Whether a checkpoint's record is one that a recipe writes.
+"""Validates a checkpoint's record.
 
-Its checksum says that nothing broke, not that nobody made it up.
+Its checksum protects against damage, not against forgery.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def check_record(manifest: Manifest) -> None:
         problem = f"step is {manifest.state['step']} in its state and {manifest.step} above"
     stream = manifest.state.get("loader", {}).get("stream", {}) if problem is None else {}
     if not isinstance(stream, dict) or not all(map(_from(0), stream.values())):
-        problem = f"loader.stream is {shown(stream)}, which no run writes"
+        problem = f"loader.stream is {shown(stream)}, which is not a valid value"
     if problem is not None:
         raise UserError(
             f"resume_from_checkpoint: cannot use checkpoint {manifest.folder}: checkpoint.json: {problem}"
@@ -104,6 +104,6 @@ def _problems(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -
             if isinstance(found[name], dict):
                 yield from _problems(found[name], check, f"{where}{name}.")
             else:
-                yield f"{where}{name} is {shown(found[name])}, which no run writes"
+                yield f"{where}{name} is {shown(found[name])}, which is not a valid value"
         elif not check(found[name]):
-            yield f"{where}{name} is {shown(found[name])}, which no run writes"
+            yield f"{where}{name} is {shown(found[name])}, which is not a valid value"

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch alike on every rank.
+    """Seed Python, NumPy and torch equally on every rank.
 
-    Weights are drawn per parameter and data order per epoch from generators of their own, so nothing
+    Weights are drawn per parameter and data order per epoch from separate generators, so nothing
     here needs another seed per rank.
 
     Args:

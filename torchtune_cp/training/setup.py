@@ -63,7 +63,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def setup_logging(level: str) -> logging.Logger:
-    """Let rank 0 speak at ``level`` and the others of errors only, so that nothing is said twice.
+    """Log at `level` on rank 0 and only errors on the others, so that nothing is logged twice.
 
     Args:
         level: A name of Python's logging levels.
@@ -110,18 +110,18 @@ def build_model(
     Args:
         cfg: The run's config.
         checkpointer: Where the weights come from.
-        meshes: Parameters are sharded over ``meshes.tp`` and ``meshes.fsdp``.
+        meshes: Parameters are sharded over `meshes.tp` and `meshes.fsdp`.
         device: Where the shards live.
         seed: Of the weights when they are random.
         resumed: What the run continues from. The weights of a training checkpoint are read with the
             rest of its state later on, and here only memory is allocated; a Hugging Face folder takes
             the place of the checkpointer's.
         kind: The models that the recipe trains.
-        num_layers: Keep only so many layers of a decoder: what a plan looks at.
+        num_layers: Keep only this number of layers of a decoder, for a plan.
 
     Raises:
-        UserError: The config names something that is no such model, or weights of another model,
-            or sizes do not divide by ``tensor_parallel_dim`` or ``attention_head_chunks``.
+        UserError: The config names something that is not such a model, or weights of another model,
+            or sizes do not divide by `tensor_parallel_dim` or `attention_head_chunks`.
     """
     with torch.device("meta"):
         model = instantiate(cfg.model)
@@ -192,20 +192,20 @@ def checkpoint_around_compiled(cfg: FullFinetuneConfig) -> bool:
     """Whether a checkpointed layer is compiled first: under tensor parallelism alone.
 
     torch 2.13 cannot compile a checkpoint over tensors that a mesh holds; see `compile_layers` for why
-    the checkpoint lies inside otherwise.
+    the checkpoint is inside otherwise.
     """
     return cfg.tensor_parallel_dim > 1 and cfg.context_parallel_dim == 1
 
 
 def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
-    """How many ranks share the attention heads with ``context_parallel_method: ulysses``, else None.
+    """How many ranks share the attention heads with `context_parallel_method: ulysses`, else None.
 
     Args:
         cfg: The run's config.
         model: Its numbers of heads decide where the config does not.
 
     Raises:
-        UserError: The heads cannot be given out to so many ranks.
+        UserError: The heads cannot be divided among this number of ranks.
     """
     if cfg.context_parallel_method != "ulysses":
         return None
@@ -244,8 +244,8 @@ def build_optimizer(
 ) -> tuple[Optimizer, LRScheduler | None, Callable[[], torch.Tensor]]:
     """Build the optimizer and, where the config names one, the schedule of its learning rate.
 
-    With ``optimizer_in_bwd`` it steps inside backward, with ``optimizer_on_host`` beside it; it and its
-    schedule are used as ever.
+    With `optimizer_in_bwd` it steps in backward, with `optimizer_on_host` on the host during backward; it and
+    its schedule are used as usual.
 
     Args:
         cfg: The run's config.
@@ -280,7 +280,7 @@ def build_optimizer(
 
 
 def build_profiler(cfg: FullFinetuneConfig) -> Any:
-    """Build the profiler that the config names; without one, a stand-in that does nothing."""
+    """Build the profiler that the config names; without one, a placeholder without effect."""
     return setup_torch_profiler() if cfg.profiler is None else instantiate(cfg.profiler)
 
 
@@ -321,10 +321,10 @@ def build_report(
 
 
 def _masked_labels(cfg: FullFinetuneConfig) -> dict[str, Any]:
-    """What the config's logger may say of the run: the labels among its arguments, without secrets."""
+    """What the config's logger may publish about the run: the labels among its arguments, without secrets."""
     node, masked = cfg.metric_logger, resolved_dict(cfg)["metric_logger"]
     if node is None or not isinstance(masked, dict):
-        return {}  # all of it is from the environment: what the logger masks itself has to do
+        return {}  # all of it is from the environment: the logger's own masking must suffice
     labels = {}
     for name in LABELS:
         if name in masked:
@@ -356,9 +356,9 @@ def build_loader(
 
     Args:
         cfg: The run's config.
-        dataset: ``cfg.dataset`` or ``cfg.dataset_val``; a list is concatenated.
+        dataset: `cfg.dataset` or `cfg.dataset_val`; a list is concatenated.
         tokenizer: Handed to the datasets.
-        meshes: ``meshes.dp`` says which samples this rank reads.
+        meshes: `meshes.dp` determines which samples this rank reads.
         seed: Of the order of samples.
         vocab_size: The model's; data with other token ids are refused when they are read. None does not
             look.

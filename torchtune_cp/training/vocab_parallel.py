@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each rank holds a range.
+"""Cross entropy over a sharded vocabulary: each rank holds a range of token ids.
 
 Shape legend: c tokens of a chunk, w token ids of this rank's range, d embedding, v vocabulary.
 """
@@ -39,8 +39,8 @@ def local_vocab_shard(hidden: DTensor, weight: DTensor) -> tuple[Tensor, Tensor,
         The local tensors, [..., d] and [w, d], with gradients leading back, and the range of ids.
     """
     mesh = weight.device_mesh
-    assert weight.placements == (Shard(0),), f"the output weight lies as {weight.placements}"
-    assert hidden.placements == (Replicate(),), f"hidden states lie as {hidden.placements}"
+    assert weight.placements == (Shard(0),), f"the output weight has placements {weight.placements}"
+    assert hidden.placements == (Replicate(),), f"hidden states have placements {hidden.placements}"
     local_weight = weight.to_local()
     assert local_weight.size(0) * mesh.size() == weight.size(0), "uneven ranges of token ids"
     shard = VocabShard(
@@ -61,7 +61,7 @@ def vocab_parallel_loss_and_grad(
 
     Args:
         logits: [c, w], float32 or wider; overwritten.
-        labels: [c], ids of the whole vocabulary, the same on every rank of ``shard.group``.
+        labels: [c], ids of the whole vocabulary, the same on every rank of `shard.group`.
         ignore_index: The label of a token that does not count.
         shard: This rank's range of ids.
 

@@ -60,7 +60,7 @@ def step(found: ResumePoint | None) -> int:
     return found.manifest.step
 
 
-WRONG = "it is of step 4, and not of step 40 as the folder's name says: rename the folder to step_4"
+WRONG = "it is of step 4, not of step 40 as in the folder's name: rename the folder to step_4"
 
 
 def test_a_renamed_checkpoint_is_refused_by_path_and_passed_over_as_the_newest(
@@ -90,7 +90,7 @@ def test_other_names_that_give_a_wrong_step_are_refused_by_path(
     else:
         (folder / "step_40").rename(folder / name)
         real = 4
-    with pytest.raises(UserError, match=f"it is of step {real}, and not of step 40"):
+    with pytest.raises(UserError, match=f"it is of step {real}, not of step 40"):
         find(run, folder / name, caplog)
     found, said = find(run, True, caplog)
     assert step(found) == 6
@@ -108,7 +108,7 @@ def test_other_names_of_the_right_step_or_none_are_read_by_path_and_never_guesse
     assert (step(found), said) == (4, [])
     found, said = find(run, True, caplog)
     assert step(found) == 6
-    assert [f"passed over {name} in {folder}" in line for line in said] == [True]
+    assert [f"skipped {name} in {folder}" in line for line in said] == [True]
     for other in ("step_2", "step_6"):
         shutil.rmtree(folder / other)
     # A run that would begin again beside its only checkpoint is refused.

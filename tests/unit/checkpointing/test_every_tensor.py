@@ -90,7 +90,7 @@ def test_a_head_that_the_config_ties_is_kept_where_it_is_another(
         _save({**tensors, HEAD: tensors[EMBEDDING].clone()}, path)
     _assert_as_transformers(base, tmp_path, tied=stored != "another head")
     said = " ".join(caplog.messages)
-    assert ("keeps it as a weight of its own" in said) is (stored == "another head")
+    assert ("keeps it as a separate weight" in said) is (stored == "another head")
     assert ("not used, as in transformers: lm_head.weight" in said) is (stored == "a copy")
 
 
@@ -220,7 +220,7 @@ def test_files_of_two_models_are_refused_and_equal_copies_are_not(tmp_path):
     _assert_as_transformers(base, tmp_path, tied=False)
     # Twice, with others.
     _save({**tensors, norm: torch.full((32,), 7.0)}, other)
-    with pytest.raises(UserError, match=rf"{norm} stands in both"):
+    with pytest.raises(UserError, match=rf"{norm} is in both"):
         check_folder(base)
     # In a file that is read, but not in the index: it is not passed over.
     _save({**tensors, "score.weight": torch.ones(2, 32)}, other)

@@ -139,7 +139,7 @@ def test_a_file_named_twice_and_a_tensor_in_two_files_are_refused(folder):
     first = shards(folder)[0]
     assert "more than once" in _refusal(folder, [first.name, first.name])
     (folder / "copy.safetensors").write_bytes(first.read_bytes())
-    assert "stands in both" in _refusal(folder, [first.name, "copy.safetensors"])
+    assert "is in both" in _refusal(folder, [first.name, "copy.safetensors"])
 
 
 def test_files_beside_the_index_are_not_read(folder):

@@ -79,7 +79,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["--nnodes", "x", RECIPE, *TINY], "--nnodes"),
         (["--nproc_per_node", "0", RECIPE, *TINY], "at least 1"),
         (["--standalone", "--nnodes", "2", RECIPE, *TINY], "--standalone is for one node"),
-        (["--standalone", "--master-port", "29500", RECIPE, *TINY], "leave out --master-port"),
+        (["--standalone", "--master-port", "29500", RECIPE, *TINY], "remove --master-port"),
         (["--node-rank", "1", RECIPE, *TINY], "--node-rank 1: with --nnodes 1"),
         (["--nnodes", "2", "--node-rank", "2", RECIPE, *TINY], "it is one of 0 to 1"),
         (["--nnodes", "1:2", RECIPE, *TINY], "--nnodes 1:2 needs --rdzv-endpoint"),
@@ -90,7 +90,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         ),
         (["--nnodes", "2", "--rdzv-backend", "MyOwn", RECIPE, *TINY], "got 'MyOwn'; allowed"),
         (["--rdzv-backend", "etcd-v2", RECIPE, *TINY], "needs the package python-etcd"),
-        (["--nnodes", "2", "--rdzv-endpoint", "h:0", RECIPE, *TINY], "a port that they know"),
+        (["--nnodes", "2", "--rdzv-endpoint", "h:0", RECIPE, *TINY], "need a fixed port"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:x", RECIPE, *TINY], "--rdzv-endpoint: The port"),
         (
             ["--nnodes=2", "--rdzv-endpoint=h:5", "--master-port=6", RECIPE, *TINY],
@@ -105,7 +105,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["--rdzv-conf", "timeout", RECIPE, *TINY], "expected key=value"),
         (
             ["--rdzv-timeout", "5", "--rdzv-conf", "timeout=6", RECIPE, *TINY],
-            "are the same: give one of them",
+            "are the same setting: set only one of them",
         ),
         ([], "required"),
         (["--nproc_per_nod", "2"], "required"),

@@ -197,10 +197,10 @@ COLLATE = "torchtune_cp.data.collate"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"source": "evil.py"}, "'evil.py' is a program"),
-        ({"source": "/tmp/x/Loader.PY"}, "is a program"),
+        ({"source": "evil.py"}, "'evil.py' is a script"),
+        ({"source": "/tmp/x/Loader.PY"}, "is a script"),
         ({"source": "https://host/rows.json"}, "is a URL"),
-        ({"source": "a/b", "trust_remote_code": True}, "comes with a download is refused"),
+        ({"source": "a/b", "trust_remote_code": True}, "code from a download is refused"),
     ],
 )
 def test_a_source_that_brings_code_is_refused(arguments: dict[str, Any], said: str) -> None:

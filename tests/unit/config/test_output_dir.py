@@ -72,8 +72,8 @@ def test_what_stands_where_something_else_is_written_is_named(tmp_path: Path) ->
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for given, said in {
-        file: "is a file, and not a folder",
-        file / "below": f"{file} is a file, and not a folder",
+        file: "is a file, not a folder",
+        file / "below": f"{file} is a file, not a folder",
         tmp_path / "dangling": "is a link to",
         tmp_path / "dangling" / "below": "is a link to",
         tmp_path / "pipe": "a named pipe",

@@ -114,7 +114,7 @@ def test_missing_keys_are_named() -> None:
         ("compile", {"model": 1}, "compile.model: expected true or false"),
         ("ac_option", 0, "must be at least 1"),
         ("output_dir", "${nowhere}/x", "Interpolation key 'nowhere' not found"),
-        ("output_dir", "???", "??? stands where a value is needed"),
+        ("output_dir", "???", "??? is used where a value is required"),
         ("cudnn_deterministic_mode", "default", "no equivalent here"),
     ],
 )
@@ -286,7 +286,7 @@ def test_component_arguments_are_compared_with_signatures() -> None:
     assert any(line.startswith("optimizer.learning_rat: ") for line in found)
     assert any(line.startswith("model: ") and "num_layers" in line for line in found)
     assert any(line.startswith("collate_fn: ") for line in found)
-    assert any("dataset.tokenizer: is given by the recipe" in line for line in found)
+    assert any("dataset.tokenizer: is set by the recipe" in line for line in found)
     assert len(found) == 5
 
 

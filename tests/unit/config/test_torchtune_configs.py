@@ -95,7 +95,7 @@ def test_a_recipe_of_torchtune_is_refused_by_name_whatever_the_config(
 ) -> None:
     for recipe in set(TORCHTUNE_RECIPES) - set(recipe_names()):
         assert main(["run", recipe, "--config", "tiny/llama_cpu"]) == 2
-        assert f"torchtune's recipe {recipe} is not here; available" in capsys.readouterr().err
+        assert f"torchtune's recipe {recipe} is not supported; available" in capsys.readouterr().err
     lora = str(ASSETS / "lora_finetune_distributed" / "llama2-7B_lora.yaml")
     assert main(["run", "full_finetune_distributed", "--config", lora]) == 2
     first = capsys.readouterr().err.splitlines()[0]

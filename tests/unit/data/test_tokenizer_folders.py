@@ -305,7 +305,7 @@ def test_rows_with_tools_are_written_with_the_template_for_tools_as_transformers
     # One template for all, where the user says so.
     only = hf_tokenizer(folder, chat_template="default")
     assert only.tokenize_messages(CHAT, variables={"tools": None})[0] == plain["tokens"]
-    with pytest.raises(UserError, match="leaves out the tool .add."):
+    with pytest.raises(UserError, match=r"leaves out the tool .add."):
         only.tokenize_messages(CHAT, variables={"tools": TOOLS})
 
 

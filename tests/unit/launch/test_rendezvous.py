@@ -175,14 +175,14 @@ def scenes(
     return scenes, dict(zip(scenes.launches, results, strict=True)), folder
 
 
-NO_STORE = "what listens there is no store of torch's: another program holds the port"
-KEEPER = "for the node that keeps the store: "
+NO_STORE = "the port is used by another program, not by a torch store"
+KEEPER = "for the node that hosts the store: "
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no master", KEEPER + "nobody listens there"),
+        ("no master", KEEPER + "nothing listens there"),
         ("no such machine", KEEPER),
         ("no such name", KEEPER + "the host name is not known here"),
         ("master with no such name", KEEPER + "the host name is not known here"),
@@ -193,7 +193,7 @@ KEEPER = "for the node that keeps the store: "
         ("c10d no such name", KEEPER + "the host name is not known here"),
         ("c10d silent stranger", KEEPER + NO_STORE),
         ("c10d garbage", KEEPER + NO_STORE),
-        ("c10d no other node", "for at least 2 nodes of --rdzv-id r, and fewer came"),
+        ("c10d no other node", "for at least 2 nodes of --rdzv-id r, and fewer joined"),
     ],
 )
 def test_what_was_waited_for_and_where_is_one_line_when_the_time_is_over(
@@ -209,7 +209,7 @@ def test_what_was_waited_for_and_where_is_one_line_when_the_time_is_over(
 @pytest.mark.parametrize("name", ["port held", "one node, port held"])
 def test_a_port_that_another_program_holds_is_named_at_once(scenes: tuple, name: str) -> None:
     shown, results, _ = scenes
-    line = f"error: cannot listen at {shown.addresses[name]}: another program holds the port"
+    line = f"error: cannot listen at {shown.addresses[name]}: another program uses the port"
     assert (results[name]["code"], results[name]["said"]) == (1, [line])
 
 

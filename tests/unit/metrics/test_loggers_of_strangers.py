@@ -42,7 +42,7 @@ def test_harmless_settings_and_those_of_ones_own_code_pass(tmp_path: Path) -> No
     for settings in ({"quiet": True}, wandb.Settings(base_url="http://127.0.0.1:9")):
         WandBLogger(settings=settings, mode="disabled", log_dir=tmp_path).close()
     with pytest.raises(
-        UserError, match=r"metric_logger.settings.base_url: a config does not choose"
+        UserError, match=r"metric_logger.settings.base_url: it cannot be set in a config"
     ):
         WandBLogger(settings={"base_url": "http://127.0.0.1:9"}, mode="disabled")
 

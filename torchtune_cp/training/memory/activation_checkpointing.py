@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-#: The operators that ``F.scaled_dot_product_attention`` becomes, by device and backend. Selective
-#: checkpointing sees them with and without context parallelism: a dispatch mode stands above DTensor,
+#: The operators that `F.scaled_dot_product_attention` becomes, by device and backend. Selective
+#: checkpointing sees them with and without context parallelism: a dispatch mode is above DTensor,
 #: so it sees the one operator on DTensors, and neither the ring's steps nor its collectives below it.
 ATTENTION_OPS = frozenset(
     {
@@ -52,16 +52,16 @@ def _checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., 
 def apply_activation_checkpointing(model: LanguageModel, every_nth_layer: int = 1) -> None:
     """Keep only the input of a layer in the forward pass and compute the rest again in backward.
 
-    Wraps each layer's ``forward``, not the module: parameter names stay, FSDP's hooks stay outside
+    Wraps each layer's `forward`, not the module: parameter names stay, FSDP's hooks stay outside
     (parameters are gathered once for recomputation and backward), and a layer compiled afterwards has
     the checkpoint inside its compiled region.
 
     Args:
-        model: A model with ``layers``.
+        model: A model with `layers`.
         every_nth_layer: 1 checkpoints every layer, 2 every second, and so on.
 
     Raises:
-        UserError: ``every_nth_layer`` below 1.
+        UserError: `every_nth_layer` below 1.
     """
     if every_nth_layer < 1:
         raise UserError(f"ac_option={every_nth_layer}: must be at least 1")
@@ -70,7 +70,7 @@ def apply_activation_checkpointing(model: LanguageModel, every_nth_layer: int = 
             layer.forward = _checkpointed(layer.forward)
 
 
-#: With ``keep_kv``: what the ranks that share the heads (Ulysses) were sent.
+#: With `keep_kv`: what the ranks that share the heads (Ulysses) were sent.
 _TO_HEADS = frozenset({torch.ops.torchtune_cp.to_heads.default})
 
 
@@ -86,14 +86,14 @@ def apply_selective_checkpointing(model: LanguageModel, *, keep_kv: bool = False
     Attention is the part whose cost grows with the square of the sequence length, and under context
     parallelism the part that waits for other ranks. Its output and logsumexp take about as much memory
     as the layer's input, and with them backward runs no attention forward and none of its collectives
-    again. Wraps ``forward`` as :func:`apply_activation_checkpointing` does.
+    again. Wraps `forward` as `apply_activation_checkpointing` does.
 
     Args:
-        model: A model with ``layers``.
+        model: A model with `layers`.
         keep_kv: Also keep the keys and values that context parallelism gathered from all ranks, so
             that backward gathers none: the sequence's KV per layer in memory for two thirds of the
             bytes sent; with Ulysses the queries, keys and values of this rank's heads. A ring with the
-            rotate method ``alltoall`` has nothing to keep. Not for compiled layers.
+            rotate method `alltoall` has nothing to keep. Not for compiled layers.
     """
     kept = ATTENTION_OPS | _TO_HEADS if keep_kv else ATTENTION_OPS
     contexts = partial(create_selective_checkpoint_contexts, partial(_keep, kept))

@@ -1,9 +1,10 @@
-"""Attention over one chunk of heads after another, so that few tensors of the whole slice are alive.
+"""Attention over one chunk of heads after another, so that few tensors of the whole slice exist.
 
 A layer's first half makes queries, keys, values and the output of attention, each as long as the
-sequence, and in backward the gradient of each. Heads do not meet before the output projection: done a
+sequence, and in backward the gradient of each. Heads are independent up to the output projection: done a
 chunk at a time, all of these but the output are as large as a chunk (UPipe, arXiv 2602.21196, does so for
-Ulysses; here it is for every method). What treats tokens singly, norm and projections, is done in tiles.
+Ulysses; here it is for every method). The operations on single tokens, norm and projections, are computed in
+tiles.
 
 Shape legend: b batch, n tokens of a row on this rank, t = b n, e embedding, h query heads, g KV heads,
 d elements of a head, c query heads of a chunk.
@@ -29,7 +30,7 @@ from torchtune_cp.training.memory.gradient_sums import GradientSums
 if TYPE_CHECKING:
     from torchtune_cp.models.transformer import TransformerDecoder, TransformerLayer
 
-#: Tokens of a tile where ``mlp_tile_tokens`` says nothing.
+#: Tokens of a tile if `mlp_tile_tokens` is null.
 TILE_TOKENS = 4096
 
 
@@ -40,7 +41,7 @@ class _Projection:
         linear: That of all heads.
         part: Takes the heads' part, of several dimensions, out of dimension 0 of a parameter.
         norm: Of each head.
-        rotated: Whether positions are put in.
+        rotated: Whether rotary positions are applied.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class _ChunkedAttention:
         Args:
             x: [b, n, e].
             cos: [b or 1, n, 1, d].
-            sin: As ``cos``.
+            sin: As `cos`.
 
         Returns:
             The half's output [b, n, e], that of attention [t, h, d], and each chunk's logsumexp.
@@ -193,12 +194,12 @@ class _ChunkedAttention:
             x: [b, n, e], as given to the call.
             cos: Likewise.
             sin: Likewise.
-            attended: From :meth:`forward`; overwritten with the gradients of the queries.
+            attended: From `forward`; overwritten with the gradients of the queries.
             logsumexps: From there.
             grad: [b, n, e], of the output.
 
         Returns:
-            The gradients of ``x`` and of :meth:`parameters`.
+            The gradients of `x` and of `parameters`.
         """
         tokens, rope = x.reshape(-1, x.size(-1)), self._rope_of_tokens(x, cos, sin)
         grad = grad.reshape(tokens.shape)
@@ -234,7 +235,7 @@ class _ChunkedAttention:
         logsumexps: list[Tensor],
         grad: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Give those of keys and values, [t, g, d], and put those of the queries into ``attended``."""
+        """Give those of keys and values, [t, g, d], and put those of the queries into `attended`."""
         attn, heads = self._layer.attn, self._heads
         kv_heads = attn.k_proj.out_features // attn.head_dim
         grad_key, grad_value = (
@@ -354,14 +355,14 @@ def apply_chunked_attention(
 
     Such a half keeps its input, the output of attention and its logsumexp for backward, which makes
     queries, keys and values of a chunk again. Forward and backward must run inside
-    ``context_parallel(..., by_documents=True)``, also on a single rank. Call it before activation
+    `context_parallel(..., by_documents=True)`, also on a single rank. Call it before activation
     checkpointing.
 
     Args:
-        model: A model with ``layers``; may be on the meta device. Without tensor parallelism and float8.
+        model: A model with `layers`; may be on the meta device. Without tensor parallelism and float8.
         heads: How its heads are divided.
         tile_tokens: Tokens that are normed and projected at a time, counted along the sequence of this
-            rank; None = ``TILE_TOKENS``.
+            rank; None = `TILE_TOKENS`.
     """
     for module in model.layers:
         layer: Any = module

@@ -1,4 +1,4 @@
-"""Parameter gradients that come in parts."""
+"""Accumulates parameter gradients over tiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class GradientSums:
-    """Adds up the tiles' parameter gradients, in float32 whatever the precision of a tile's.
+    """Adds up the tiles' parameter gradients, in float32 for any precision of a tile's.
 
-    Hundreds of tiles added up in bfloat16 would lose what one large product, which adds up in float32
+    Hundreds of tiles summed in bfloat16 would lose what one large product, which adds up in float32
     inside, does not.
     """
 
@@ -33,5 +33,5 @@ class GradientSums:
         for index, dtype in enumerate(self._dtypes):
             total = self._sums[index]
             self._sums[index] = None
-            assert total is not None, "a parameter had no part in the output"
+            assert total is not None, "a parameter was not used for the output"
             yield total.to(dtype)

@@ -1,4 +1,4 @@
-"""The one place where training takes host memory for what belongs to the device."""
+"""Allocates all host memory that training uses in place of device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 PLAIN_TENSORS: set[type] = {Tensor, nn.Parameter}
 
 
-#: torch rounds pinned memory up to powers of two (``CachingHostAllocator``, 2.11 to 2.13). A large buffer is
+#: torch rounds pinned memory up to powers of two (`CachingHostAllocator`, 2.11 to 2.13). A large buffer is
 #: taken in at most so many pieces, each but the last a power of two: a sixteenth is lost at most, not half.
 MOST_PIECES = 5
 SMALLEST_PIECE = 2**20
@@ -26,7 +26,7 @@ def piece_sizes(num_bytes: int, smallest: int = SMALLEST_PIECE) -> list[int]:
         smallest: What is not more than this is not cut.
 
     Returns:
-        At most :data:`MOST_PIECES` sizes that add up to ``num_bytes``, the largest first.
+        At most `MOST_PIECES` sizes that add up to `num_bytes`, the largest first.
     """
     sizes: list[int] = []
     rest = num_bytes
@@ -37,7 +37,7 @@ def piece_sizes(num_bytes: int, smallest: int = SMALLEST_PIECE) -> list[int]:
 
 
 class HostBytes:
-    """A buffer in host memory, in pieces; see :data:`MOST_PIECES`.
+    """A buffer in host memory, in pieces; see `MOST_PIECES`.
 
     Args:
         num_bytes: How large.
@@ -55,12 +55,12 @@ class HostBytes:
             start += piece.numel()
 
     def fill(self, source: Tensor) -> None:
-        """Start to copy the bytes of ``source``, uint8 [num_bytes] on the device, into the buffer."""
+        """Start to copy the bytes of `source`, uint8 [num_bytes] on the device, into the buffer."""
         for piece, part in self._cut(source):
             piece.copy_(part, non_blocking=True)
 
     def copy_to(self, target: Tensor) -> None:
-        """Start to copy the buffer into ``target``, uint8 [num_bytes] on the device."""
+        """Start to copy the buffer into `target`, uint8 [num_bytes] on the device."""
         for piece, part in self._cut(target):
             part.copy_(piece, non_blocking=True)
 
@@ -84,7 +84,7 @@ def empty_like_on_host(tensor: Tensor, device: torch.device) -> Tensor:
 
     Args:
         tensor: Its shape and dtype are taken; of a DTensor also mesh and placements.
-        device: As for :func:`empty_on_host`.
+        device: As for `empty_on_host`.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
 

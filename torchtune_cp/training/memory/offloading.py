@@ -1,6 +1,6 @@
-"""Moves what backward will need to host memory, and brings it back one layer ahead of its use.
+"""Moves the tensors saved for backward to host memory, and back one layer ahead of their use.
 
-torch's ``save_on_cpu`` cannot be used: under context parallelism attention saves DTensors, which it
+torch's `save_on_cpu` cannot be used: under context parallelism attention saves DTensors, which it
 mixes up with tensors, and it copies gathered parameters, a quarter of all saved bytes, for nothing.
 """
 
@@ -73,7 +73,7 @@ class _LayerPass:
     Attributes:
         previous: The layer before it in the same forward pass, whose backward comes next.
         moves: Whether anything of this layer moves.
-        stays: Storages that are alive anyway, so that moving them would free nothing.
+        stays: Storages that exist anyway, so that moving them would free nothing.
         copies: What moved, by storage and version; only saved tensors keep a copy alive.
         copied: When the last copy to the host is done.
         fetched: When the last copy back is done; None before the fetch.
@@ -101,7 +101,7 @@ class _Saved:
     Attributes:
         layer: Where it was saved.
         tensor: The tensor itself where it stays on the device.
-        copy: Else the storage's bytes, and how the tensor lies in them.
+        copy: Else the storage's bytes, and the tensor's layout in them.
         spec: For a DTensor: mesh, placements, global shape and stride.
     """
 
@@ -118,23 +118,23 @@ class _Saved:
 class ActivationOffload:
     """Saved-tensor hooks around layers that keep what backward needs in host memory.
 
-    Copies run on a stream of their own, so that they overlap with computation: those of a layer's
+    Copies run on a separate stream, so that they overlap with computation: those of a layer's
     activations with the next layer's forward pass (whose end waits for them, and only then is the
     device memory given back), those back to the device with the backward pass of the layer behind.
-    Tensors that are alive anyway stay: parameters, their views, and what several layers share. So does
-    all of the last layer, whose backward comes at once.
+    Tensors that exist anyway stay: parameters, their views, and what several layers share. So does
+    all of the last layer, whose backward comes immediately.
 
-    On the CPU the same code runs with the streams and events of ``torch.cpu``, which do nothing, and
+    On the CPU the same code runs with the streams and events of `torch.cpu`, which do nothing, and
     copies into separate tensors.
 
     Attributes:
         moved_bytes: All bytes that were copied to the host so far.
         fetched_bytes: All bytes that were copied back.
-        host_bytes: Bytes that lie on the host now.
+        host_bytes: Bytes that are on the host now.
     """
 
     def __init__(self, device: torch.device, min_bytes: int = MIN_BYTES) -> None:
-        """Prepare; nothing moves before a layer runs inside :meth:`layer`.
+        """Prepare; nothing moves before a layer runs inside `layer`.
 
         Args:
             device: Where the model computes.
@@ -291,11 +291,11 @@ def apply_activation_offloading(
     """Keep what the layers save for backward in host memory between forward and backward.
 
     With activation checkpointing (applied before) those are the inputs of the layers; without it, all
-    activations. Wraps each layer's ``forward``: call it after checkpointing and compilation, before
+    activations. Wraps each layer's `forward`: call it after checkpointing and compilation, before
     sharding.
 
     Args:
-        model: A model with ``layers``, each called with its input first.
+        model: A model with `layers`, each called with its input first.
         device: Where the model computes; the CPU will do.
         min_bytes: Storages smaller than this stay on the device.
 

@@ -1,6 +1,6 @@
-"""The MLP over one stretch of the sequence after another, so that its intermediates stay small.
+"""The MLP in tiles along the sequence, so that its intermediates stay small.
 
-An MLP treats every token by itself, so nothing but memory speaks for computing all tokens at once. At long
+An MLP processes every token independently, so nothing requires computing all tokens at once. At long
 sequences its intermediates (six tensors of the hidden width in backward) are a layer's largest; cut into
 tiles they are those of one tile (ALST's TiledMLP, arXiv 2506.13996, section 3.3).
 
@@ -86,7 +86,7 @@ class _TiledFeedForward:
             grad: [b, n, d], of the output.
 
         Returns:
-            The gradients of ``x`` and of :meth:`parameters`.
+            The gradients of `x` and of `parameters`.
         """
         parameters = self.parameters()
         sums = GradientSums(parameters)
@@ -141,11 +141,11 @@ class _Keep(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """Hands on an output that was computed without autograd, and its gradient to what it came from."""
+    """Passes on an output that was computed without autograd, and its gradient to what it came from."""
 
     @staticmethod
     def forward(ctx: Any, _token: Tensor, output: Tensor) -> Tensor:
-        ctx.mark_dirty(output)  # or autograd would hand out a view of it, of which FSDP warns
+        ctx.mark_dirty(output)  # or autograd would return a view of it, of which FSDP warns
         return output
 
     @staticmethod
@@ -158,12 +158,12 @@ def apply_tiled_mlp(model: LanguageModel, tile_tokens: int) -> None:
     """Compute the second half of every layer (norm, MLP, residual) in tiles along the sequence.
 
     Backward computes each tile again before it takes its gradients; nothing but the half's input is kept
-    for it. Parameter gradients are added up over the tiles in float32, and each parameter hands over one
-    gradient, so FSDP reduces once as ever. Call it after tensor parallelism and before activation
+    for it. Parameter gradients are summed over the tiles in float32, and each parameter passes on one
+    gradient, so FSDP reduces once as usual. Call it after tensor parallelism and before activation
     checkpointing.
 
     Args:
-        model: A model with ``layers``; may be on the meta device.
+        model: A model with `layers`; may be on the meta device.
         tile_tokens: Tokens of a tile, counted along the sequence of this rank.
     """
     for module in model.layers:

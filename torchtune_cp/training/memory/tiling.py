@@ -1,6 +1,6 @@
-"""Tiles along the sequence: the loops that do one stretch of tokens after another.
+"""Tiles along the sequence: the loops over tiles of tokens.
 
-All such loops ask :func:`tiles` of this module (not a name imported from it), so that ``tune plan`` can do
+All such loops ask `tiles` of this module (not a name imported from it), so that `tune plan` can simulate
 each kind of tile once.
 """
 
