@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_cp.cli.model_files import model_files_problems
 from torchtune_cp.config import allow, get_component, instantiate, schema, torchtune_names
-from torchtune_cp.config.argument_checks import argument_errors
+from torchtune_cp.config.argument_checks import argument_errors, no_pack_length
 from torchtune_cp.config.argument_types import parameters_of
 from torchtune_cp.config.entry_point import one_line
 from torchtune_cp.config.environment import from_environment, hide_in_problem
@@ -203,10 +203,7 @@ class _Trial:
                 lengths = (node.get("max_seq_len"), getattr(tokenizer, "max_seq_len", 0))
                 is_ours = torchtune_names.resolve(node[COMPONENT]).startswith("torchtune_cp.")
                 if is_ours and node.get("packed") is True and lengths == (None, None):
-                    self._found.problems.append(
-                        f"{place}.packed: true needs the length of a pack in tokens: set"
-                        f" tokenizer.max_seq_len or {place}.max_seq_len"
-                    )
+                    self._found.problems.append(no_pack_length(place))
 
     def _check_loss(self, loss: Any) -> None:
         if loss is None:

@@ -35,6 +35,18 @@ def checked_by(check: Check) -> Callable[[ComponentT], ComponentT]:
     return decorate
 
 
+def no_pack_length(key: str) -> str:
+    """The message for a packed dataset without a length.
+
+    Args:
+        key: The dataset's key in the config.
+    """
+    return (
+        f"{key}.packed=true needs the length of a pack in tokens: set tokenizer.max_seq_len or"
+        f" {key}.max_seq_len"
+    )
+
+
 def argument_errors(component: Callable[..., Any], arguments: Mapping[str, Any]) -> list[UserError]:
     """Return the problems that a component's check finds in its arguments, none without a check."""
     check = getattr(component, _ATTRIBUTE, None)

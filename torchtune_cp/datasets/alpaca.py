@@ -11,6 +11,7 @@ from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.chat import MessagesReader
 from torchtune_cp.datasets.instruct import resolve_columns
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
@@ -121,6 +122,7 @@ def alpaca_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
+    options = SampleOptions.among(locals())
     columns = resolve_columns(
         column_map,
         {"instruction": "instruction", "input": "input", "output": "output"},
@@ -133,16 +135,10 @@ def alpaca_dataset(
     return dataset_from_source(
         reader,
         tokenizer,
+        options,
         source=source,
         split=split,
         max_rows=max_rows,
-        num_proc=num_proc,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )
 

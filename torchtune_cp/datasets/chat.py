@@ -23,6 +23,7 @@ from torchtune_cp.datasets.conversation_row import (
     unread,
     with_row_system_prompt,
 )
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
@@ -205,6 +206,7 @@ def chat_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
+    options = SampleOptions.among(locals())
     if conversation_style not in CONVERSATION_STYLES:
         raise UserError(
             f"dataset.conversation_style={conversation_style!r} is not known; allowed: "
@@ -222,15 +224,9 @@ def chat_dataset(
     return dataset_from_source(
         reader,
         tokenizer,
+        options,
         source=source,
         split=split,
         max_rows=max_rows,
-        num_proc=num_proc,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

@@ -10,6 +10,7 @@ from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.messages import MaskingStrategy, Message, resolve_masking_strategy
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.chat import MessagesReader, conversation_of
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
@@ -136,6 +137,7 @@ def instruct_dataset(
     Raises:
         UserError: When the data cannot be read, a row is malformed, or there is no chat template.
     """
+    options = SampleOptions.among(locals())
     columns = None
     if column_map is not None:
         columns = resolve_columns(column_map, _COLUMNS, required=("input", "output"))
@@ -147,15 +149,9 @@ def instruct_dataset(
     return dataset_from_source(
         reader,
         tokenizer,
+        options,
         source=source,
         split=split,
         max_rows=max_rows,
-        num_proc=num_proc,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torchtune_cp.config.argument_checks import no_pack_length
 from torchtune_cp.data.packing import STRATEGIES, Packs, pack_documents
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.sft import (
     OVERLONG_POLICIES,
     RowReader,
@@ -285,58 +287,53 @@ def sft_or_packed(
     rows: Rows,
     reader: RowReader,
     tokenizer: HFTokenizer,
+    options: SampleOptions,
     *,
-    max_seq_len: int | None,
-    overlong: str | None,
-    packed: bool,
-    split_across_pack: bool,
-    packing_strategy: str,
     name: str,
     overlong_unpacked: str = "truncate",
-    **settings: Any,
+    max_rows_used: int | None = None,
+    blank_lines: int = 0,
 ) -> SFTDataset | PackedDataset:
     """What every factory ends with: one sample a row, or packs of them.
 
     Args:
         rows: The data.
         reader: How to make tokens of a row.
-        tokenizer: Gives the length limit where `max_seq_len` is None.
-        max_seq_len: The longest sample; packed: the tokens of a pack.
-        overlong: What to do with longer rows; None = as `PackedDataset` says, or `overlong_unpacked`.
-        packed: Whether to pack.
-        split_across_pack: See `PackedDataset`.
-        packing_strategy: See `pack_documents`.
+        tokenizer: Gives the length limit where `options` has none.
+        options: How rows become samples.
         name: What messages call the data.
-        overlong_unpacked: The default without packing.
-        **settings: Further arguments of `SFTDataset`.
+        overlong_unpacked: `overlong` without packing, where `options` has none.
+        max_rows_used: See `SFTDataset`.
+        blank_lines: See `SFTDataset`.
 
     Raises:
         UserError: Packing without a length, or as `SFTDataset` and `PackedDataset`.
     """
-    limit = sequence_limit(max_seq_len, tokenizer)
-    if not packed:
-        dataset = SFTDataset(
-            rows,
-            reader,
-            cached=True,
-            max_seq_len=limit,
-            overlong=overlong or overlong_unpacked,
-            name=name,
-            **settings,
-        )
+    limit = sequence_limit(options.max_seq_len, tokenizer)
+    documents = partial(
+        SFTDataset,
+        rows,
+        reader,
+        cached=True,
+        on_bad_row=options.on_bad_row,
+        min_tokens=options.min_tokens,
+        num_proc=options.num_proc,
+        max_rows_used=max_rows_used,
+        blank_lines=blank_lines,
+        name=name,
+    )
+    if not options.packed:
+        dataset = documents(max_seq_len=limit, overlong=options.overlong or overlong_unpacked)
         log_data_line(dataset.data_line())
         return dataset
     if limit is None:
-        raise UserError(
-            "dataset.packed=true needs the length of a pack in tokens: set tokenizer.max_seq_len "
-            "(or dataset.max_seq_len)"
-        )
+        raise UserError(no_pack_length("dataset"))
     return PackedDataset(
-        partial(SFTDataset, rows, reader, name=name, cached=True, **settings),
+        documents,
         max_seq_len=limit,
-        strategy=packing_strategy,
-        split_across_pack=split_across_pack,
-        overlong=overlong,
+        strategy=options.packing_strategy,
+        split_across_pack=options.split_across_pack,
+        overlong=options.overlong,
         name=name,
     )
 
@@ -344,24 +341,22 @@ def sft_or_packed(
 def dataset_from_source(
     reader: RowReader,
     tokenizer: HFTokenizer,
+    options: SampleOptions,
     *,
     source: str,
     split: str,
     max_rows: int | None,
-    num_proc: int | None,
     load_dataset_kwargs: Mapping[str, Any],
-    **settings: Any,
 ) -> SFTDataset | PackedDataset:
     """Load the rows of a source and make a dataset of them; see `load_rows` and `sft_or_packed`."""
     rows = load_rows(
-        source, split=split, max_rows=max_rows, num_proc=num_proc, **load_dataset_kwargs
+        source, split=split, max_rows=max_rows, num_proc=options.num_proc, **load_dataset_kwargs
     )
     return sft_or_packed(
         rows,
         reader,
         tokenizer,
-        num_proc=num_proc,
+        options,
         name=describe_source(source, load_dataset_kwargs),
         blank_lines=getattr(rows, "blank_lines", 0),
-        **settings,
     )

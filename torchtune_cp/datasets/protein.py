@@ -10,6 +10,7 @@ from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.esm_tokenizer import EsmTokenizer
 from torchtune_cp.data.tokenizer import HFTokenizer
 from torchtune_cp.datasets.fasta import FastaRows, clean_sequence
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.row_stream import FastaStream, FirstRows, HubStream, RowStream
 from torchtune_cp.datasets.sample_stream import BUFFER_SIZE, SampleStream
@@ -137,6 +138,7 @@ def protein_dataset(
     Raises:
         UserError: The data cannot be read, holds no protein, or an argument is not known.
     """
+    options = SampleOptions.among(locals())
     if unknown not in UNKNOWN_POLICIES:
         raise UserError(
             f"dataset.unknown={unknown!r} is not known; allowed: {', '.join(UNKNOWN_POLICIES)}"
@@ -190,15 +192,8 @@ def protein_dataset(
         rows,
         reader(),
         tokenizer,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
-        min_tokens=min_tokens,
+        options,
         max_rows_used=max_rows,
-        num_proc=num_proc,
         name=name,
         blank_lines=blank_lines,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, dataset_from_source
 from torchtune_cp.datasets.sft import (
     EmptyRow,
@@ -85,18 +86,13 @@ def text_completion_dataset(
     Raises:
         UserError: When the data cannot be read or a row is malformed.
     """
+    options = SampleOptions.among(locals())
     return dataset_from_source(
         TextReader(tokenizer, column, add_eos),
         tokenizer,
+        options,
         source=source,
         split=split,
         max_rows=max_rows,
-        num_proc=num_proc,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
         load_dataset_kwargs=load_dataset_kwargs,
     )

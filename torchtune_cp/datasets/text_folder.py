@@ -12,6 +12,7 @@ from typing import Any
 from torchtune_cp.config.argument_checks import checked_by
 from torchtune_cp.config.path_checks import expand_home
 from torchtune_cp.data.tokenizer import HFTokenizer
+from torchtune_cp.datasets.options import SampleOptions
 from torchtune_cp.datasets.packed import PackedDataset, sft_or_packed
 from torchtune_cp.datasets.sft import SFTDataset
 from torchtune_cp.datasets.source_arguments import check_path
@@ -156,6 +157,7 @@ def text_folder_dataset(
     Raises:
         UserError: When the folder does not exist, no file matches, or a file cannot be read.
     """
+    options = SampleOptions.among(locals())
     root = _folder(path)
     if max_files is not None and max_files < 1:
         raise UserError(f"dataset.max_files must be 1 or more, not {max_files}")
@@ -168,16 +170,9 @@ def text_folder_dataset(
         rows,
         TextReader(tokenizer, "text", add_eos),
         tokenizer,
-        max_seq_len=max_seq_len,
-        overlong=overlong,
+        options,
         overlong_unpacked="split",
-        packed=packed,
-        split_across_pack=split_across_pack,
-        packing_strategy=packing_strategy,
-        on_bad_row=on_bad_row,
-        min_tokens=min_tokens,
         max_rows_used=max_files,
-        num_proc=num_proc,
         name=str(root),
     )
 

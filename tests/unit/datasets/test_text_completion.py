@@ -146,7 +146,7 @@ class TestUnreadableData:
             ("pandas", "files are read as json, text, csv, parquet, arrow"),
             ("webdataset", "files are read as json"),
             ("sql", "files are read as json"),
-            ("./rows.py", "is a program"),
+            ("./rows.py", "is a script"),
             ("https://host/rows.jsonl", "is a URL; give it as data_files"),
         ],
     )
