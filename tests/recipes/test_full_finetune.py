@@ -113,7 +113,7 @@ def test_a_dataset_that_raises_on_one_rank_ends_all_with_its_error(tmp_path):
     config["dataset"] = {"_component_": "tests.distributed.fixtures.raises_on_rank_one"}
     (tmp_path / "broken.yaml").write_text(yaml.safe_dump(config))
     command = (
-        "run --nproc_per_node 2 full_finetune_distributed --config broken.yaml"
+        "run --nproc_per_node 4 full_finetune_distributed --config broken.yaml"
         " context_parallel_dim=2"
     )
     done = subprocess.run(
