@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.exchange import Grid
+from torchtune_cp.distributed.context_parallel.collectives import Grid
 
 
 class _Post:

@@ -24,12 +24,12 @@ from tests.distributed.written_out import (
     random_inputs,
     seq_lens_of,
 )
-from torchtune_cp.distributed.context_parallel import kernels, plan
+from torchtune_cp.distributed.context_parallel import kernels, schedule
+from torchtune_cp.distributed.context_parallel.attention import DocumentAttention
 from torchtune_cp.distributed.context_parallel.documents import AttentionMask, documents_of
-from torchtune_cp.distributed.context_parallel.executor import Executor
 from torchtune_cp.distributed.context_parallel.heads import HeadSplit
 from torchtune_cp.distributed.context_parallel.layout import document_layout
-from torchtune_cp.distributed.context_parallel.plan import make_plan
+from torchtune_cp.distributed.context_parallel.schedule import make_schedule
 
 HEAD_DIM, TOLERANCE = 8, 1e-10
 #: Schedule, rotate method, and in how many parts the heads are given out (0: as many as ranks).
@@ -46,11 +46,11 @@ def _on_one_rank(grid, layout, flat, method, rotate):
     index = layout.indices[grid.rank]
     # What stands on padding must not reach a token: the first token's values do here.
     q, k, v, gradient = (t[index.clamp(min=0)].transpose(0, 1)[None] for t in flat)
-    executor = Executor(make_plan(layout, method, grid.ring_rank), grid, rotate)
+    attention = DocumentAttention(make_schedule(layout, method, grid.ring_rank), grid, rotate)
     scale = HEAD_DIM**-0.5
     if grid.heads_split == 1:
-        out, sums = executor.forward(q, k, v, scale)
-        return [out, *executor.backward(gradient, q, k, v, out, sums, scale)]
+        out, sums = attention.forward(q, k, v, scale)
+        return [out, *attention.backward(gradient, q, k, v, out, sums, scale)]
     heads = (q.size(1), k.size(1))
     inputs, outputs = HeadSplit(grid, *heads), HeadSplit(grid, heads[0], heads[0])
     q, k, v = inputs.give([q, k, v])
@@ -58,8 +58,8 @@ def _on_one_rank(grid, layout, flat, method, rotate):
     places = HeadSplit.kv_places(grid.head_rank, *heads, grid.heads_split)
     used = list(range(k.size(1))) if places is None else places
     k_used, v_used = k[:, used], v[:, used]
-    out, sums = executor.forward(q, k_used, v_used, scale)
-    grads = executor.backward(gradient, q, k_used, v_used, out, sums, scale)
+    out, sums = attention.forward(q, k_used, v_used, scale)
+    grads = attention.backward(gradient, q, k_used, v_used, out, sums, scale)
     grad_kv = [torch.zeros_like(k).index_add_(1, torch.tensor(used), grad) for grad in grads[1:]]
     (out,) = outputs.take_back([out])
     return [out, *inputs.take_back([grads[0], *grad_kv])]
@@ -206,11 +206,11 @@ def test_the_calls_of_other_devices_do_the_same_tiles(monkeypatch, kind):
         chosen = lambda tiles, device: [  # noqa: E731
             kernels.PlainCall(part) for part in kernels.at_most(tiles, 24)
         ]
-    monkeypatch.setattr(plan, "calls_of", lambda tiles, device, dtype: chosen(tiles, device))
-    make_plan.cache_clear()
+    monkeypatch.setattr(schedule, "calls_of", lambda tiles, device, dtype: chosen(tiles, device))
+    make_schedule.cache_clear()
     try:
         documents = {name: DOCUMENTS[name] for name in ("halving", "padded", "one_huge")}
         errors = dict(_errors(documents, (4,), kv_heads=(2,)))
     finally:
-        make_plan.cache_clear()
+        make_schedule.cache_clear()
     assert {case: e for case, e in errors.items() if not e < TOLERANCE} == {}

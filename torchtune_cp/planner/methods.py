@@ -15,7 +15,7 @@ import torch
 from omegaconf import ListConfig
 
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed.context_parallel import manager, ops, plan
+from torchtune_cp.distributed.context_parallel import manager, ops, schedule
 from torchtune_cp.distributed.context_parallel.kernels import (
     Call,
     PlainCall,
@@ -48,7 +48,7 @@ def packs_documents(cfg: FullFinetuneConfig) -> bool:
 
 def pairs_of_this_rank() -> int:
     """Query-key pairs of a head in the batch whose region is active."""
-    active = ops._executor().plan
+    active = ops.active_attention().schedule
     return active.layout.pairs()[active.rank]
 
 
@@ -81,11 +81,11 @@ def document_attention_seen(*, gpu: bool) -> Generator[None, None, None]:
     replaced = [
         (manager, "document_layout", _outside(manager.document_layout, lambda made: made.indices)),
         (manager, "whole_rows", _outside(manager.whole_rows)),
-        (manager, "make_plan", _outside(manager.make_plan)),
-        (plan.Plan, "calls", _outside(plan.Plan.calls)),
+        (manager, "make_schedule", _outside(manager.make_schedule)),
+        (schedule.Schedule, "calls", _outside(schedule.Schedule.calls)),
     ]
     if gpu:
-        replaced.append((plan, "calls_of", _calls_on_gpu))
+        replaced.append((schedule, "calls_of", _calls_on_gpu))
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))

@@ -8,7 +8,7 @@ from torchtune_cp.distributed.context_parallel.balance import attention_flops
 from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
 from torchtune_cp.distributed.context_parallel.kernels import VarlenCall
 from torchtune_cp.distributed.context_parallel.layout import document_layout
-from torchtune_cp.distributed.context_parallel.plan import make_plan
+from torchtune_cp.distributed.context_parallel.schedule import make_schedule
 
 TOKENS, RANKS = 2**24, 32
 PAIRS = TOKENS * (TOKENS + 1) // 2
@@ -29,8 +29,8 @@ def test_every_pair_of_the_longest_document_is_counted_once_and_every_token_held
 def test_borders_of_a_kernel_call_are_exact_as_int32():
     """Tokens are counted in them, never elements: 2**31 tokens of a rank are out of reach."""
     layout = document_layout((Document(0, TOKENS),), (1, TOKENS), RANKS, AttentionMask())
-    plan = make_plan(layout, "allgather", RANKS - 1)
-    tiles = [tile for step in plan.steps for tile in step]
+    schedule = make_schedule(layout, "allgather", RANKS - 1)
+    tiles = [tile for step in schedule.steps for tile in step]
     call = VarlenCall(tiles, torch.device("cpu"))
     borders_q, borders_k, most_q, most_k = call._sizes
     assert borders_q.dtype == borders_k.dtype == torch.int32

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask
+from torchtune_cp.distributed.context_parallel.documents import AttentionMask, attention_pairs
 
 if TYPE_CHECKING:
     from torchtune_cp.distributed.context_parallel.layout import DocumentLayout, SequenceLayout
@@ -15,31 +15,6 @@ if TYPE_CHECKING:
 #: Per pair, query head and element of a head: a multiplication and an addition for the score, and as
 #: many for the value; backward has five products of that size where forward has two.
 _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
-
-
-def _earlier_pairs(upto: int, reach: int | None) -> int:
-    """Pairs of the first ``upto`` queries of a document with themselves and earlier keys."""
-    if reach is None or upto <= reach:
-        return upto * (upto + 1) // 2
-    return reach * (reach + 1) // 2 + (upto - reach) * reach
-
-
-def attention_pairs(start: int, stop: int, length: int, mask: AttentionMask) -> int:
-    """Count the pairs of the queries at ``start`` to ``stop - 1`` of a document with its keys.
-
-    Args:
-        start: First position.
-        stop: One behind the last.
-        length: Tokens of the document.
-        mask: What is attended to within it.
-    """
-    reach = mask.window
-    earlier = _earlier_pairs(stop, reach) - _earlier_pairs(start, reach)
-    if mask.is_causal:
-        return earlier
-    # Later keys are earlier ones seen from the other end; the diagonal would count twice.
-    later = _earlier_pairs(length - start, reach) - _earlier_pairs(length - stop, reach)
-    return earlier + later - (stop - start)
 
 
 def attention_flops(

@@ -136,3 +136,28 @@ def document_positions(
         end = document.offset + document.length
         positions[document.offset : end] = torch.arange(document.length)
     return positions.view(shape).to(device)
+
+
+def _earlier_pairs(upto: int, reach: int | None) -> int:
+    """Pairs of the first ``upto`` queries of a document with themselves and earlier keys."""
+    if reach is None or upto <= reach:
+        return upto * (upto + 1) // 2
+    return reach * (reach + 1) // 2 + (upto - reach) * reach
+
+
+def attention_pairs(start: int, stop: int, length: int, mask: AttentionMask) -> int:
+    """Count the pairs of the queries at ``start`` to ``stop - 1`` of a document with its keys.
+
+    Args:
+        start: First position.
+        stop: One behind the last.
+        length: Tokens of the document.
+        mask: What is attended to within it.
+    """
+    reach = mask.window
+    earlier = _earlier_pairs(stop, reach) - _earlier_pairs(start, reach)
+    if mask.is_causal:
+        return earlier
+    # Later keys are earlier ones seen from the other end; the diagonal would count twice.
+    later = _earlier_pairs(length - start, reach) - _earlier_pairs(length - stop, reach)
+    return earlier + later - (stop - start)

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchtune_cp.distributed.context_parallel.exchange import Grid
+from torchtune_cp.distributed.context_parallel.collectives import Grid
 from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
 from torchtune_cp.distributed.context_parallel.ops import checked_scale, sdpa_replaced_by
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.exchange import Grid
+from torchtune_cp.distributed.context_parallel.collectives import Grid
 from torchtune_cp.errors import UserError
 
 

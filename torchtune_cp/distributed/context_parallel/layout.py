@@ -20,8 +20,11 @@ from torchtune_cp.distributed.context_parallel.assignment import (
     pairs_by_rank,
     placed,
 )
-from torchtune_cp.distributed.context_parallel.balance import attention_pairs
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
+from torchtune_cp.distributed.context_parallel.documents import (
+    AttentionMask,
+    Document,
+    attention_pairs,
+)
 from torchtune_cp.distributed.context_parallel.entries import (
     check_entries,
     cut_keys,

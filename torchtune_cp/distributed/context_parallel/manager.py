@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtune_cp.distributed.context_parallel.attention import DocumentAttention
+from torchtune_cp.distributed.context_parallel.collectives import Grid
 from torchtune_cp.distributed.context_parallel.documents import (
     AttentionMask,
     documents_of,
@@ -20,8 +22,6 @@ from torchtune_cp.distributed.context_parallel.entries import (
     check_entries,
     other_entries,
 )
-from torchtune_cp.distributed.context_parallel.exchange import Grid
-from torchtune_cp.distributed.context_parallel.executor import Executor
 from torchtune_cp.distributed.context_parallel.flex import (
     MaskMod,
     MaskModAttention,
@@ -37,12 +37,12 @@ from torchtune_cp.distributed.context_parallel.layout import (
     whole_rows,
 )
 from torchtune_cp.distributed.context_parallel.ops import document_region
-from torchtune_cp.distributed.context_parallel.plan import make_plan
 from torchtune_cp.distributed.context_parallel.positions import (
     in_longer_rows,
     slices_with_positions,
     with_positions,
 )
+from torchtune_cp.distributed.context_parallel.schedule import make_schedule
 from torchtune_cp.distributed.context_parallel.torch_private import ring_attention
 from torchtune_cp.errors import UserError
 
@@ -138,9 +138,9 @@ def _region(
     """What replaces attention for a batch laid out by documents."""
     if mask_mod is not None:
         return mask_mod_region(MaskModAttention(layout, mask_mod, grid, device))
-    schedule = "allgather" if method == "allgather" else "ring"
-    plan = make_plan(layout, schedule, 0 if grid is None else grid.ring_rank)
-    return document_region(Executor(plan, grid, rotate_method))
+    order = "allgather" if method == "allgather" else "ring"
+    schedule = make_schedule(layout, order, 0 if grid is None else grid.ring_rank)
+    return document_region(DocumentAttention(schedule, grid, rotate_method))
 
 
 def _tell_models(window: int | None, mask_mod: MaskMod | None) -> None:

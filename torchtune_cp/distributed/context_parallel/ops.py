@@ -16,14 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtune_cp.distributed.context_parallel.executor import Executor
+from torchtune_cp.distributed.context_parallel.attention import DocumentAttention
 from torchtune_cp.distributed.context_parallel.heads import HeadSplit
 from torchtune_cp.errors import UserError
 
-_active: Executor | None = None
+_active: DocumentAttention | None = None
 
 
-def _executor() -> Executor:
+def active_attention() -> DocumentAttention:
+    """The attention of the active region.
+
+    Raises:
+        RuntimeError: There is no region in which attention is computed per document.
+    """
     if _active is None:
         raise RuntimeError(
             "attention over documents ran outside of context_parallel(...): the context must enclose the"
@@ -66,20 +71,20 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`torch.ops.torchtune_cp.attention` does."""
-    executor = _executor()
-    layout = executor.plan.layout
+    attention = active_attention()
+    layout = attention.schedule.layout
     if is_causal != layout.mask.is_causal:
         raise NotImplementedError(
             f"attention with is_causal={is_causal} inside context_parallel(...,"
             f" is_causal={layout.mask.is_causal}): the sequence was cut for the other kind"
         )
     tokens = query.size(0) * query.size(2)
-    if tokens != executor.plan.length:
+    if tokens != attention.schedule.length:
         raise RuntimeError(
             f"attention over {tokens} tokens inside context_parallel(...) of a batch with"
-            f" {executor.plan.length} on this rank: give the model the batch that it yields, uncut"
+            f" {attention.schedule.length} on this rank: give the model the batch that it yields, uncut"
         )
-    out, logsumexp = executor.forward(
+    out, logsumexp = attention.forward(
         _one_sequence(query), _one_sequence(key), _one_sequence(value), scale
     )
     return _rows_again(out, query), logsumexp
@@ -96,7 +101,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`torch.ops.torchtune_cp.attention_backward` does."""
     gradient, q, k, v, output = map(_one_sequence, (grad_out, query, key, value, out))
-    grads = _executor().backward(gradient, q, k, v, output, logsumexp, scale)
+    grads = active_attention().backward(gradient, q, k, v, output, logsumexp, scale)
     return _rows_again(grads[0], query), _rows_again(grads[1], key), _rows_again(grads[2], value)
 
 
@@ -207,7 +212,7 @@ def document_attention(
 
 
 def _head_split(query_heads: int, kv_heads: int) -> HeadSplit:
-    grid = _executor().grid
+    grid = active_attention().grid
     assert grid is not None
     return HeadSplit(grid, query_heads, kv_heads)
 
@@ -385,19 +390,19 @@ def sdpa_replaced_by(replacement: Callable[..., torch.Tensor]) -> Generator[None
 
 
 @contextlib.contextmanager
-def document_region(executor: Executor) -> Generator[None, None, None]:
-    """Let ``F.scaled_dot_product_attention`` do a plan.
+def document_region(attention: DocumentAttention) -> Generator[None, None, None]:
+    """Let ``F.scaled_dot_product_attention`` run a schedule.
 
     Args:
-        executor: Of the batch.
+        attention: Of the batch.
     """
     global _active
     replacement: Callable[..., torch.Tensor] = document_attention
-    grid = executor.grid
+    grid = attention.grid
     if grid is not None and grid.heads_split > 1:
         split = (grid.heads_split, grid.head_rank)
         replacement = _ulysses.setdefault(split, ulysses_attention(*split))
-    _active = executor
+    _active = attention
     try:
         with sdpa_replaced_by(replacement):
             yield

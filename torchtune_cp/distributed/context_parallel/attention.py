@@ -1,4 +1,4 @@
-"""Runs a plan: attention of one rank's queries with everybody's keys, forward and backward.
+"""Runs a schedule: attention of one rank's queries with everybody's keys, forward and backward.
 
 Shape legend: h query heads, g KV heads, n this rank's tokens, m tokens that travel, d elements of a head.
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.exchange import Grid, Pending
+from torchtune_cp.distributed.context_parallel.collectives import Grid, Pending
 from torchtune_cp.distributed.context_parallel.kernels import Gradients
-from torchtune_cp.distributed.context_parallel.plan import Plan, PlannedCall
+from torchtune_cp.distributed.context_parallel.schedule import Schedule, ScheduledCall
 from torchtune_cp.distributed.context_parallel.torch_private import keep_kv, take_kept_kv
 
 
@@ -44,24 +44,24 @@ def _select_tokens(buffer: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Executor:
+class DocumentAttention:
     """The attention of one batch on one rank.
 
     Attributes:
-        plan: What to do.
+        schedule: What to compute and in which order.
         grid: With whom; None on a single rank.
         rotate: ``"allgather"`` (keys and values of all ranks at once) or ``"alltoall"`` (one rank's at a
             time); how the ring's travel.
     """
 
-    plan: Plan
+    schedule: Schedule
     grid: Grid | None = None
     rotate: str = "allgather"
 
     # --- whose keys and values, in which order ------------------------------------------------
 
     def _pack(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        travelling = self.plan.travelling
+        travelling = self.schedule.travelling
         return torch.stack([t[0].transpose(0, 1)[:travelling] for t in (key, value)])
 
     def _sources(
@@ -72,16 +72,16 @@ class Executor:
         gathered: Callable[[torch.Tensor], None],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the keys and values of each step; what travels does so during the step before."""
-        if not self.plan.travelling or self.grid is None:
+        if not self.schedule.travelling or self.grid is None:
             yield key, value
             return
-        if self.plan.method == "ring" and self.rotate == "alltoall":
+        if self.schedule.method == "ring" and self.rotate == "alltoall":
             packed = self._pack(key, value)
             arriving: Pending = self.grid.shift(packed, 1)
             yield key, value
-            for back in range(1, self.plan.ranks):
+            for back in range(1, self.schedule.ranks):
                 theirs = arriving()
-                if back + 1 < self.plan.ranks:
+                if back + 1 < self.schedule.ranks:
                     arriving = self.grid.shift(packed, back + 1)
                 yield _keys_and_values(theirs)
             return
@@ -89,35 +89,35 @@ class Executor:
         yield key, value
         whole = pending()
         gathered(whole)
-        if self.plan.method == "ring":
-            for back in range(1, self.plan.ranks):
-                yield _keys_and_values(whole[(self.plan.rank - back) % self.plan.ranks])
+        if self.schedule.method == "ring":
+            for back in range(1, self.schedule.ranks):
+                yield _keys_and_values(whole[(self.schedule.rank - back) % self.schedule.ranks])
             return
-        assert self.plan.document_order is not None
+        assert self.schedule.document_order is not None
         rows = whole.flatten(0, 2).index_select(0, self._order(whole.device))
         yield _keys_and_values(rows.unflatten(0, (2, -1)))
 
     def _order(self, device: torch.device) -> torch.Tensor:
-        assert self.plan.document_order is not None
-        if self.plan.document_order.device != device:
-            self.plan.document_order = self.plan.document_order.to(device)
-        return self.plan.document_order
+        assert self.schedule.document_order is not None
+        if self.schedule.document_order.device != device:
+            self.schedule.document_order = self.schedule.document_order.to(device)
+        return self.schedule.document_order
 
     # --- the order of the rank's own tokens -----------------------------------------------------
 
     def _in_order(self, buffer: torch.Tensor) -> torch.Tensor:
         """[1, h, n, d] with the pieces of each document side by side."""
-        if self.plan.order is None:
+        if self.schedule.order is None:
             return buffer
-        if self.plan.order.device != buffer.device:
-            self.plan.order = self.plan.order.to(buffer.device)
-        return _select_tokens(buffer, self.plan.order)
+        if self.schedule.order.device != buffer.device:
+            self.schedule.order = self.schedule.order.to(buffer.device)
+        return _select_tokens(buffer, self.schedule.order)
 
     def _as_held(self, buffer: torch.Tensor) -> torch.Tensor:
         """The way back."""
-        if self.plan.order is None:
+        if self.schedule.order is None:
             return buffer
-        return _select_tokens(buffer, torch.argsort(self.plan.order.to(buffer.device)))
+        return _select_tokens(buffer, torch.argsort(self.schedule.order.to(buffer.device)))
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -134,22 +134,22 @@ class Executor:
 
         Returns:
             The output [1, h, n, d], 0 where a token belongs to no document, and the logsumexp [1, h, n],
-            -inf there, in the plan's order.
+            -inf there, in the schedule's order.
         """
         query, key, value = (self._in_order(t) for t in (query, key, value))
         exact = _accumulation_dtype(query.dtype)
-        calls = self.plan.calls(query.device, query.dtype)
-        dtype = exact if self.plan.merges(query.device, query.dtype) else query.dtype
+        calls = self.schedule.calls(query.device, query.dtype)
+        dtype = exact if self.schedule.merges(query.device, query.dtype) else query.dtype
         _, heads, tokens, width = query.shape
         out = _buffer(tokens, heads, width, query, dtype)
         logsumexp = query.new_full((1, heads, tokens), float("-inf"), dtype=exact)
         whole: list[torch.Tensor] = []
         sources = self._sources(key, value, None, whole.append)
         for step, (keys, values) in zip(calls, sources, strict=False):
-            for planned in step:
-                q, k = planned.call.q, planned.call.k
-                part, sums = planned.call.forward(q.of(query), k.of(keys), k.of(values), scale)
-                _merge(planned, out, logsumexp, part, sums)
+            for scheduled in step:
+                q, k = scheduled.call.q, scheduled.call.k
+                part, sums = scheduled.call.forward(q.of(query), k.of(keys), k.of(values), scale)
+                _merge(scheduled, out, logsumexp, part, sums)
         for gathered in whole:
             keep_kv(logsumexp, gathered)
         return self._as_held(out.to(query.dtype)), logsumexp
@@ -169,7 +169,7 @@ class Executor:
         """Give the gradients of query, key and value; arguments as in and of :meth:`forward`."""
         grad_out, query, key, value, out = map(self._in_order, (grad_out, query, key, value, out))
         exact = _accumulation_dtype(query.dtype)
-        calls = self.plan.calls(query.device, query.dtype)
+        calls = self.schedule.calls(query.device, query.dtype)
         _, heads, tokens, width = query.shape
         grad_query = _buffer(tokens, heads, width, query, exact)
         own = torch.zeros(2, tokens, key.size(1), width, dtype=exact, device=key.device)
@@ -178,9 +178,9 @@ class Executor:
         for index, (step, (keys, values)) in enumerate(zip(calls, sources, strict=False)):
             packed = sink.open(index, keys.size(2))
             grad_keys, grad_values = _keys_and_values(packed)
-            for planned in step:
-                q, k = planned.call.q, planned.call.k
-                parts = planned.call.backward(
+            for scheduled in step:
+                q, k = scheduled.call.q, scheduled.call.k
+                parts = scheduled.call.backward(
                     q.of(grad_out),
                     q.of(query),
                     k.of(keys),
@@ -203,15 +203,15 @@ class Executor:
 
 
 def _merge(
-    planned: PlannedCall,
+    scheduled: ScheduledCall,
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     part: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    rows, column = planned.call.q, logsumexp.unsqueeze(-1)
+    rows, column = scheduled.call.q, logsumexp.unsqueeze(-1)
     sums = sums.unsqueeze(-1)
-    if planned.fresh:
+    if scheduled.fresh:
         rows.put(out, part)
         rows.put(column, sums)
         return
@@ -227,9 +227,13 @@ class _GradientSink:
     They travel in the dtype of the keys and are added up in float32 (float64) where they arrive.
     """
 
-    def __init__(self, executor: Executor, own: torch.Tensor, dtype: torch.dtype) -> None:
-        self._plan, self._grid, self._rotate = executor.plan, executor.grid, executor.rotate
-        self._order = executor._order
+    def __init__(self, attention: DocumentAttention, own: torch.Tensor, dtype: torch.dtype) -> None:
+        self._schedule, self._grid, self._rotate = (
+            attention.schedule,
+            attention.grid,
+            attention.rotate,
+        )
+        self._order = attention._order
         self._own, self._dtype = own, dtype
         self._arriving: list[Pending] = []
         self._parts: torch.Tensor | None = None
@@ -245,19 +249,19 @@ class _GradientSink:
         if index == 0:
             return
         assert self._grid is not None
-        if self._plan.method == "ring" and self._rotate == "alltoall":
+        if self._schedule.method == "ring" and self._rotate == "alltoall":
             self._add_arrived()
             self._arriving.append(self._grid.shift(packed.to(self._dtype), -index))
             return
-        ranks = self._plan.ranks
-        if self._plan.method == "ring":
+        ranks = self._schedule.ranks
+        if self._schedule.method == "ring":
             if self._parts is None:
                 self._parts = packed.new_zeros(ranks, *packed.shape, dtype=self._dtype)
-            self._parts[(self._plan.rank - index) % ranks] = packed
+            self._parts[(self._schedule.rank - index) % ranks] = packed
             if index + 1 < ranks:
                 return
         else:
-            shape = (ranks, 2, self._plan.travelling, *packed.shape[2:])
+            shape = (ranks, 2, self._schedule.travelling, *packed.shape[2:])
             self._parts = packed.new_zeros(shape, dtype=self._dtype)
             rows = packed.flatten(0, 1).to(self._dtype)
             self._parts.flatten(0, 2).index_copy_(0, self._order(packed.device), rows)
@@ -267,7 +271,7 @@ class _GradientSink:
 
     def _add_arrived(self) -> None:
         for arriving in self._arriving:
-            self._own[:, : self._plan.travelling] += arriving()
+            self._own[:, : self._schedule.travelling] += arriving()
         self._arriving.clear()
 
     def total(self) -> torch.Tensor:

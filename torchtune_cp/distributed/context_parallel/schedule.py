@@ -30,7 +30,7 @@ from torchtune_cp.distributed.context_parallel.tiles import Tile, tiles_of
 
 
 @dataclass(frozen=True)
-class PlannedCall:
+class ScheduledCall:
     """A kernel call and whether no earlier call had its queries.
 
     Attributes:
@@ -43,7 +43,7 @@ class PlannedCall:
 
 
 @dataclass(eq=False)
-class Plan:
+class Schedule:
     """What one attention rank does.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan:
     steps: list[list[Tile]]
     document_order: torch.Tensor | None
     order: torch.Tensor | None = None
-    _calls: dict[tuple[torch.device, torch.dtype], list[list[PlannedCall]]] = field(
+    _calls: dict[tuple[torch.device, torch.dtype], list[list[ScheduledCall]]] = field(
         default_factory=dict
     )
 
@@ -77,14 +77,14 @@ class Plan:
         """Number of attention ranks."""
         return len(self.layout.pieces)
 
-    def calls(self, device: torch.device, dtype: torch.dtype) -> list[list[PlannedCall]]:
+    def calls(self, device: torch.device, dtype: torch.dtype) -> list[list[ScheduledCall]]:
         """The kernel calls of each step for tensors of a device and dtype."""
         key = (device, dtype)
         if key not in self._calls:
             touched = torch.zeros(self.length, dtype=torch.bool)
             self._calls[key] = [
                 [
-                    PlannedCall(call, _first_touch(touched, call))
+                    ScheduledCall(call, _first_touch(touched, call))
                     for call in calls_of(tiles, device, dtype)
                 ]
                 for tiles in self.steps
@@ -111,8 +111,8 @@ def _end(pieces: Sequence[Placed]) -> int:
 
 
 @lru_cache(maxsize=64)
-def make_plan(layout: DocumentLayout, method: str, rank: int) -> Plan:
-    """Plan a batch's attention.
+def make_schedule(layout: DocumentLayout, method: str, rank: int) -> Schedule:
+    """Schedule a batch's attention.
 
     Args:
         layout: Who holds what of the batch.
@@ -146,7 +146,7 @@ def make_plan(layout: DocumentLayout, method: str, rank: int) -> Plan:
     if method == "allgather" and travelling:
         document_order = _document_order(travels, travelling)
     length = layout.length * layout.heads_split
-    return Plan(layout, method, rank, length, travelling, steps, document_order, order)
+    return Schedule(layout, method, rank, length, travelling, steps, document_order, order)
 
 
 def _document_order(travels: Sequence[Sequence[Placed]], travelling: int) -> torch.Tensor:
