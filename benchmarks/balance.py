@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.common import write_results
 from benchmarks.tables import CHECKOUT
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data.packing import STRATEGIES, Int64, pack_documents
 from torchtune_cp.distributed.context_parallel.assignment import (
     Assignment,
@@ -26,7 +27,6 @@ from torchtune_cp.distributed.context_parallel.assignment import (
     pairs_by_rank,
     whole_sequence_head_tail,
 )
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask
 
 CP, PACK_LEN = 8, 131_072
 #: The last packs, which nothing is left to fill, say nothing about packing.

@@ -189,6 +189,7 @@ def our_training(
     mlp_tile_tokens: int | None = None,
     attention_head_chunks: int | None = None,
     loss: dict[str, Any] | None = None,
+    by_documents: bool = False,
     make_batch: Callable[[int], dict[str, torch.Tensor]] = one_document,
     **options: Any,
 ) -> tuple[Any, torch.optim.Optimizer, Callable[[], None]]:
@@ -199,7 +200,12 @@ def our_training(
     from functools import partial
 
     from torchtune_cp.checkpointing.sources import RandomSource
-    from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+    from torchtune_cp.distributed import (
+        ContextParallelOptions,
+        Meshes,
+        ParallelDims,
+        context_parallel,
+    )
     from torchtune_cp.distributed.context_parallel.heads import HeadChunks
     from torchtune_cp.distributed.fsdp import materialize, shard_model
     from torchtune_cp.models.init import init_tensor_
@@ -221,7 +227,7 @@ def our_training(
         sizes = model.config
         chunks = HeadChunks.of(attention_head_chunks, sizes.num_heads, sizes.num_kv_heads)
         apply_chunked_attention(model, chunks, mlp_tile_tokens)
-        options["by_documents"] = True
+        by_documents = True
     if checkpointing:
         apply_activation_checkpointing(model)
     if compiled:
@@ -232,11 +238,12 @@ def our_training(
     materialize(model, RandomSource(0, shapes, init), torch.device("cpu"))
     loss_fn = LinearCrossEntropyLoss(**(loss or {"num_output_chunks": 16}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    rarer = ContextParallelOptions(by_documents=by_documents)
     batch = make_batch(seq_len)
     scale = cp / int((batch["labels"] != -100).sum())
 
     def forward_backward() -> None:
-        with context_parallel(meshes.cp, batch, **options) as local:
+        with context_parallel(meshes.cp, batch, options=rarer, **options) as local:
             head = partial(loss_fn, labels=local["labels"])
             loss = model(local["tokens"], local["input_pos"], output_fn=head)
             (loss * scale).backward()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torchtune_cp.data.cut import CutBatch, cut_batch, cut_for_ranks
 
 from benchmarks.common import Contender, ratio, write_results
 from torchtune_cp.data import (
@@ -30,7 +31,6 @@ from torchtune_cp.data import (
     esm_tokenizer,
     mlm_masking,
 )
-from torchtune_cp.data.cut import CutBatch, cut_batch, cut_for_ranks
 from torchtune_cp.data.slice_channel import BATCH, Message, Parcel, SliceChannel
 from torchtune_cp.distributed import context_parallel
 from torchtune_cp.models.esm2 import esm2

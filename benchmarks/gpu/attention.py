@@ -64,7 +64,7 @@ class Case:
         kv_heads: `HEADS`, or a quarter of it (grouped queries, 4:1).
         seq_len: Tokens.
         rotate_method: How KV reach the other rank; without meaning at cp 1.
-        pad_to_multiple_of: Given to `context_parallel`.
+        pad_to_multiple_of: An option of `context_parallel`.
     """
 
     kernel: str
@@ -189,7 +189,7 @@ def attend(case: Case, whole: list[Tensor], mesh: DeviceMesh | None) -> tuple[li
         whole: From `inputs`.
         mesh: The two ranks' mesh, or None for one rank.
     """
-    from torchtune_cp.distributed import context_parallel, unshard
+    from torchtune_cp.distributed import ContextParallelOptions, context_parallel, unshard
 
     q, k, v, grad_out = whole
     positions = torch.arange(case.seq_len, device=q.device).expand(BATCH, -1)
@@ -202,7 +202,7 @@ def attend(case: Case, whole: list[Tensor], mesh: DeviceMesh | None) -> tuple[li
             mesh,
             batch,
             rotate_method=case.rotate_method,
-            pad_to_multiple_of=case.pad_to_multiple_of,
+            options=ContextParallelOptions(pad_to_multiple_of=case.pad_to_multiple_of),
         ) as local,
     ):
         real = local["input_pos"][0] < case.seq_len

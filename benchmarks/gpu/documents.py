@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu.attention import DTYPES, ROW_FACTOR, TOLERANCES
 from benchmarks.gpu.measure import relative_error, worst_row_error
 from benchmarks.gpu.report import Report, Setting, short
-from torchtune_cp.distributed import context_parallel
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel
 
 HEADS, KV_HEADS = 8, 2
 #: Document lengths by row; what is left of a row is padding.
@@ -27,13 +27,25 @@ DOCUMENTS = {
 }
 REHEARSED = {"small": [[40, 20, 1, 3], [30]]}
 
+
+def _in_chunks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q >= k) & (q // 16 == k // 16)
+
+
 #: Which keys a query sees, by their positions in the document: query [n, 1], key [n].
 MASKS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "causal": ({}, lambda q, k: q >= k),
     "bidirectional": ({"is_causal": False}, lambda q, k: (q >= 0) & (k >= 0)),
-    "window": ({"window": 17}, lambda q, k: (q >= k) & (q - k < 17)),
+    "window": (
+        {"options": ContextParallelOptions(window=17)},
+        lambda q, k: (q >= k) & (q - k < 17),
+    ),
     "mask function": (
-        {"method": "allgather", "mask_mod": lambda b, h, q, k: (q >= k) & (q // 16 == k // 16)},
+        {"method": "allgather", "options": ContextParallelOptions(mask_mod=_in_chunks)},
+        lambda q, k: (q >= k) & (q // 16 == k // 16),
+    ),
+    "chunk": (
+        {"options": ContextParallelOptions(chunk=16)},
         lambda q, k: (q >= k) & (q // 16 == k // 16),
     ),
 }

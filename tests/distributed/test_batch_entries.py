@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.harness import run_ranks
 from torchtune_cp.data import MaskedLMCollator, collate, cut_for_ranks
-from torchtune_cp.distributed import context_parallel, unshard
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel, unshard
 from torchtune_cp.errors import UserError
 from torchtune_cp.models import TransformerEncoder
 from torchtune_cp.models.encoder_config import EncoderConfig
@@ -50,7 +50,11 @@ def _errors(mesh):
         for pad_to in (1, 8):  # of a batch, and as tensor parallelism asks for it
             for method in ("ring", "allgather", "ulysses"):
                 batch = MaskedLMCollator(sequence_format, PAD, 4, mask_id=MASK)(samples)
-                options = {"method": method, "pad_to_multiple_of": pad_to, "is_causal": False}
+                options = {
+                    "method": method,
+                    "is_causal": False,
+                    "options": ContextParallelOptions(pad_to_multiple_of=pad_to),
+                }
                 with context_parallel(mesh, batch, **options) as local:
                     logits = model(
                         local["tokens"],
@@ -68,6 +72,10 @@ def _errors(mesh):
 
 def _with(**entries):
     return {"tokens": torch.arange(16).view(2, 8), **entries}
+
+
+def _unmarked(slices):
+    return {key: entry for key, entry in slices.items() if key != "slice_layout"}
 
 
 def _padded(cp):
@@ -96,11 +104,11 @@ REFUSED = {
         "both 'seq_lens' and 'cu_seqlens'",
     ),
     "padding alone": (_with(cu_seqlens_padded=torch.tensor([0, 16])), "needs 'cu_seqlens'"),
-    "beyond": (_with(cu_seqlens=torch.tensor([0, 17])), "in 16 tokens.*already_cut=True"),
+    "beyond": (_with(cu_seqlens=torch.tensor([0, 17])), "in 16 tokens.*'slice_layout'"),
     "rows of ends": (_with(cu_seqlens=torch.tensor([[0, 16]])), "do not describe"),
     "one number": (_with(cu_seqlens=torch.tensor(16)), "do not describe"),
     "late start": (_with(cu_seqlens=torch.tensor([1, 16])), "do not describe"),
-    "slices": (cut_for_ranks(_padded(2), 2)[1], "already_cut=True"),
+    "slices without their mark": (_unmarked(cut_for_ranks(_padded(2), 2)[1]), "'slice_layout'"),
 }
 
 
@@ -111,12 +119,18 @@ def _accepted(mesh):
     for name, (batch, says) in REFUSED.items():
         with pytest.raises(UserError, match=says), context_parallel(mesh, batch):
             raise AssertionError(name)
-    wrong = {"cut for four": cut_for_ranks(_padded(4), 4)[0]}
-    wrong["not cut" if cp > 1 else "cut for two"] = _padded(1) if cp > 1 else REFUSED["slices"][0]
-    for name, batch in wrong.items():
-        options = {"already_cut": True, "is_causal": False}
-        with pytest.raises(UserError), context_parallel(mesh, batch, **options):
-            raise AssertionError(name)
+    own = cut_for_ranks(_padded(cp), cp)
+    wrong = {
+        "cut for 4 context-parallel ranks": cut_for_ranks(_padded(4), 4)[0],
+        "of this rank's slices" if cp > 1 else "cut for 2": own[1 - rank]
+        if cp > 1
+        else cut_for_ranks(_padded(2), 2)[0],
+        "do not describe these slices": {**own[rank], "cu_seqlens": torch.tensor([0, 4])},
+    }
+    for says, batch in wrong.items():
+        refused = pytest.raises(UserError, match=says)
+        with refused, context_parallel(mesh, batch, is_causal=False):
+            raise AssertionError(says)
     extra = torch.arange(2 * 8 * 3).view(2, 8, 3)
     found = {}
     for name, given in {
@@ -135,7 +149,7 @@ def _accepted(mesh):
     # A loader cuts them, too; and positions that it was not asked for are found.
     sliced = cut_for_ranks({**_padded(cp), "extra": torch.arange(16 * 3).view(1, 16, 3)}, cp)[rank]
     positions = sliced.pop("input_pos")
-    with context_parallel(mesh, sliced, already_cut=True, is_causal=False) as local:
+    with context_parallel(mesh, sliced, is_causal=False) as local:
         places = local["extra"][0, :, 0] // 3
         real = places < 12
         assert torch.equal(local["input_pos"][0][real], positions[0][real])

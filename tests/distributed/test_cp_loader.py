@@ -14,18 +14,19 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.harness import run_ranks
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data import (
     MaskedDataset,
     MaskedLMCollator,
     TokenBudgetDataset,
     collate,
     create_cp_dataloader,
-    cut_for_ranks,
     esm_tokenizer,
     mlm_masking,
 )
 from torchtune_cp.datasets import StreamedBatches, protein_dataset
 from torchtune_cp.datasets.example_proteins import EXAMPLE_PROTEINS
+from torchtune_cp.distributed.context_parallel.cut import balanced_slices
 from torchtune_cp.errors import UserError
 
 LENGTHS = (3, 2, 9, 1, 16, 5, 8)
@@ -62,6 +63,10 @@ def _all(loader):
 
 def _thd(cp):
     return MaskedLMCollator("thd", PAD, 2 * cp if cp > 1 else 1)
+
+
+def _cut(batch, cp):
+    return balanced_slices(batch, cp, AttentionMask(is_causal=False))
 
 
 def _slices_and_order():
@@ -210,7 +215,7 @@ def _group_call():
             create_cp_dataloader(Numbered(), cp_group=group, **wrong)
         words.append(str(caught.value))
     expected = [
-        cut_for_ranks(collate([{**Numbered()[i], "sample_id": i} for i in ids]), 2)
+        _cut(collate([{**Numbered()[i], "sample_id": i} for i in ids]), 2)
         for ids in ([2 * place, 2 * place + 1],)
     ]
     return got == [_plain(e[dist.get_rank() % 2]) for e in expected], words
@@ -327,7 +332,7 @@ def test_every_rank_gets_its_slice_of_its_groups_batches(ranks):
                 first = step * 4 + group * per_group
                 ids = order[first : first + per_group]
                 samples = [{**Numbered()[i], "sample_id": i} for i in ids]
-                expected = cut_for_ranks(_thd(cp)(samples), cp)[cp_rank]
+                expected = _cut(_thd(cp)(samples), cp)[cp_rank]
                 assert got == {**_plain(expected), "sample_ids": ids}, (dp, cp, tp, rank, step)
 
 
@@ -384,9 +389,8 @@ def test_it_takes_a_process_group_in_place_of_a_mesh(ranks):
 @pytest.mark.distributed
 def test_the_next_batch_is_read_while_training_goes_on(ranks):
     total = sum((4 + i) * n for i, n in enumerate(LENGTHS))
-    padding = sum(-(-n // 4) * 4 - n for n in LENGTHS) * PAD
-    # The last of the second group's batches is a filler: four tokens of padding.
-    assert sum(rank["read_ahead"] for rank in ranks) == total + padding + 4 * PAD
+    # Padding of slices is 0. The last of the second group's batches is a filler without a document.
+    assert sum(rank["read_ahead"] for rank in ranks) == total
 
 
 @pytest.mark.distributed

@@ -23,7 +23,7 @@ from tests.distributed.written_out import (
     random_inputs,
     seq_lens_of,
 )
-from torchtune_cp.distributed import context_parallel, unshard
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel, unshard
 from torchtune_cp.errors import UserError
 
 HEADS, HEAD_DIM, TOLERANCE = 4, 8, 1e-10
@@ -54,9 +54,20 @@ def _attend(q, k, v, is_causal, call=None):
     return sdpa(q, k, v) if call is None else call(sdpa, q, k, v)
 
 
+def _context(mesh, batch, *, is_causal=True, method="ring", rotate_method="allgather", **rarer):
+    return context_parallel(
+        mesh,
+        batch,
+        is_causal=is_causal,
+        method=method,
+        rotate_method=rotate_method,
+        options=ContextParallelOptions(**rarer),
+    )
+
+
 def errors_of(mesh, rows, length, inputs, expected, is_causal, window, call=None, **options):
     """Largest error of the output and of dQ, dK, dV on this rank's tokens."""
-    with context_parallel(
+    with _context(
         mesh, _batch(rows, length), is_causal=is_causal, window=window, **options
     ) as local:
         if mesh is None:
@@ -137,7 +148,7 @@ def _first_logits_of_each(mesh, options):
         if changed:
             for t in (q, k, v):
                 t[0, :, 50] += 1.0  # the first token of the second document
-        with context_parallel(mesh, _batch(rows, length), **options) as local:
+        with _context(mesh, _batch(rows, length), **options) as local:
             parts = [_local(t, local["tokens"]) for t in (q, k, v)]
             out = _attend(*parts, True)
         results.append(unshard(out, mesh, layout=local.layout, dim=2))
@@ -151,7 +162,7 @@ def _bytes(mesh, options):
     """Bytes sent forward and backward for one document, and for one short document a rank."""
     cp, counts = mesh.size(), []
     for rows in ([[512]], [[64] * 8]):
-        with context_parallel(mesh, _batch(rows, 512), **options) as local:
+        with _context(mesh, _batch(rows, 512), **options) as local:
             n = local["tokens"].size(1)
             q = torch.randn(1, n, 8, HEAD_DIM).transpose(1, 2).requires_grad_()
             k, v = (
@@ -177,7 +188,7 @@ def _refused(mesh):
             said[name] = f"{type(e).__name__}: {e}"
 
     def inside(options, call):
-        with context_parallel(mesh, batch, **options):
+        with _context(mesh, batch, **options):
             call()
 
     sdpa = lambda **kw: F.scaled_dot_product_attention(q, q, q, **kw)  # noqa: E731
@@ -265,11 +276,11 @@ def test_documents_over_process_groups(cp):
         assert "is_causal=False" in said["causal"]
         assert "mask" in said["mask"]
         assert "ring, allgather, ulysses" in said["method"]
-        assert "must divide context_parallel_dim" in said["ulysses_dim"]
-        assert "context_parallel_method=allgather" in said["mask_mod"]
+        assert "3 does not divide context_parallel_dim" in said["ulysses_dim"]
+        assert "context_parallel_method: must be allgather" in said["mask_mod"]
         assert "inside another" in said["nested"]
         assert "uncut" in said["length"]
-        assert "enclose the backward" in said["outside"]
+        assert "enclose forward and backward" in said["outside"]
 
 
 def _bytes_expected(method, cp):

@@ -7,6 +7,7 @@ process groups is in test_document_attention.py.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -24,12 +25,16 @@ from tests.distributed.written_out import (
     random_inputs,
     seq_lens_of,
 )
-from torchtune_cp.distributed.context_parallel import kernels, schedule
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel import kernels
 from torchtune_cp.distributed.context_parallel.attention import DocumentAttention
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, documents_of
+from torchtune_cp.distributed.context_parallel.cut import restore
+from torchtune_cp.distributed.context_parallel.documents import documents_of
 from torchtune_cp.distributed.context_parallel.heads import HeadSplit
-from torchtune_cp.distributed.context_parallel.layout import document_layout
+from torchtune_cp.distributed.context_parallel.kernels import calls_of
+from torchtune_cp.distributed.context_parallel.layout import balanced_layout
 from torchtune_cp.distributed.context_parallel.schedule import make_schedule
+from torchtune_cp.distributed.context_parallel.torch_private import Backward
 
 HEAD_DIM, TOLERANCE = 8, 1e-10
 #: Schedule, rotate method, and in how many parts the heads are given out (0: as many as ranks).
@@ -41,16 +46,17 @@ METHODS = {
 }
 
 
-def _on_one_rank(grid, layout, flat, method, rotate):
+def _on_one_rank(grid, layout, flat, method, rotate, mask=None, kernels=calls_of):
     """Output and gradients of this rank's tokens, by the operators' own forward and backward."""
     index = layout.indices[grid.rank]
     # What stands on padding must not reach a token: the first token's values do here.
     q, k, v, gradient = (t[index.clamp(min=0)].transpose(0, 1)[None] for t in flat)
-    attention = DocumentAttention(make_schedule(layout, method, grid.ring_rank), grid, rotate)
+    schedule = make_schedule(layout, mask or layout.mask, method, grid.ring_rank, kernels)
+    attention = DocumentAttention(schedule, grid, rotate)
     scale = HEAD_DIM**-0.5
     if grid.heads_split == 1:
         out, sums = attention.forward(q, k, v, scale)
-        return [out, *attention.backward(gradient, q, k, v, out, sums, scale)]
+        return [out, *attention.backward(Backward(gradient, q, k, v, out, sums, scale))]
     heads = (q.size(1), k.size(1))
     inputs, outputs = HeadSplit(grid, *heads), HeadSplit(grid, heads[0], heads[0])
     q, k, v = inputs.give([q, k, v])
@@ -59,37 +65,52 @@ def _on_one_rank(grid, layout, flat, method, rotate):
     used = list(range(k.size(1))) if places is None else places
     k_used, v_used = k[:, used], v[:, used]
     out, sums = attention.forward(q, k_used, v_used, scale)
-    grads = attention.backward(gradient, q, k_used, v_used, out, sums, scale)
+    grads = attention.backward(Backward(gradient, q, k_used, v_used, out, sums, scale))
     grad_kv = [torch.zeros_like(k).index_add_(1, torch.tensor(used), grad) for grad in grads[1:]]
     (out,) = outputs.take_back([out])
     return [out, *inputs.take_back([grads[0], *grad_kv])]
 
 
-def largest_error(cp, rows, length, heads, mask, method, expected, inputs):
+def largest_error(
+    cp, rows, length, heads, mask, method, expected, inputs, balanced_for=None, kernels=calls_of
+):
     """Of the output and of dQ, dK and dV, over all ranks."""
     schedule, rotate, parts = METHODS[method] if isinstance(method, str) else method
     parts = parts or cp
     batch = {"tokens": torch.zeros(len(rows), length), "seq_lens": seq_lens_of(rows)}
-    layout = document_layout(
-        documents_of(batch), (len(rows), length), cp, AttentionMask(*mask), heads_split=parts
+    layout = balanced_layout(
+        documents_of(batch),
+        (len(rows), length),
+        cp,
+        AttentionMask(*(balanced_for or mask)),
+        heads_split=parts,
     )
     # Every token is somewhere, once.
     places = layout.indices.flatten()
     held = torch.bincount(places[places >= 0], minlength=len(rows) * length)
     assert torch.equal(held, is_token(rows, length).flatten().long())
     flat = [t.transpose(1, 2).flatten(0, 1) for t in inputs]
-    by_rank = simulate(cp, lambda grid: _on_one_rank(grid, layout, flat, schedule, rotate), parts)
+    one_rank = partial(
+        _on_one_rank,
+        layout=layout,
+        flat=flat,
+        method=schedule,
+        rotate=rotate,
+        mask=AttentionMask(*mask),
+        kernels=kernels,
+    )
+    by_rank = simulate(cp, one_rank, parts)
     errors = []
     for mine, right in zip(zip(*by_rank, strict=True), expected, strict=True):
         assert all(part.isfinite().all() for part in mine)
-        whole = layout.restore(mine, 2)
+        whole = restore(layout, mine, 2)
         assert whole.shape == right.shape
         real = is_token(rows, length)[:, None, :, None]
         errors.append(((whole - right) * real).abs().max().item())
     return max(errors)
 
 
-def _errors(documents, cps, masks=MASKS, kv_heads=(4, 1)):
+def _errors(documents, cps, masks=MASKS, kv_heads=(4, 1), **options):
     for name, kv, mask in itertools.product(documents, kv_heads, masks):
         rows, length = documents[name]
         inputs = random_inputs(rows, length, 4, kv, HEAD_DIM)
@@ -97,7 +118,8 @@ def _errors(documents, cps, masks=MASKS, kv_heads=(4, 1)):
             rows, inputs, lambda n, mask=mask: distances_shown(n, *masks[mask])
         )
         for cp, method in itertools.product(cps, METHODS):
-            error = largest_error(cp, rows, length, 4, masks[mask], method, expected, inputs)
+            given = (cp, rows, length, 4, masks[mask], method, expected, inputs)
+            error = largest_error(*given, **options)
             yield (name, kv, mask, cp, method), error
 
 
@@ -174,8 +196,9 @@ def _segment(q, k, v, cu_q, cu_k, i, left, right, scale):
     return (scores - logsumexp[..., None]).exp() @ v, logsumexp
 
 
-def _reference_varlen_backward(gradient, q, k, v, out, sums, *sizes_limits_scale):
-    cu_q, cu_k, _, _, left, right, scale = sizes_limits_scale
+def _reference_varlen_backward(given, *sizes_limits):
+    gradient, q, k, v, out, sums, scale = given
+    cu_q, cu_k, _, _, left, right = sizes_limits
     inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     for i in range(len(cu_q) - 1):
         with torch.enable_grad():
@@ -199,18 +222,13 @@ def test_the_calls_of_other_devices_do_the_same_tiles(monkeypatch, kind):
         monkeypatch.setattr(
             kernels.torch_private, "flash_varlen_backward", _reference_varlen_backward
         )
-        chosen = lambda tiles, device: [  # noqa: E731
+        chosen = lambda tiles, device, _: [  # noqa: E731
             kernels.VarlenCall(group, device) for group in kernels.by_limits(tiles)
         ]
     else:
-        chosen = lambda tiles, device: [  # noqa: E731
+        chosen = lambda tiles, device, _: [  # noqa: E731
             kernels.PlainCall(part) for part in kernels.at_most(tiles, 24)
         ]
-    monkeypatch.setattr(schedule, "calls_of", lambda tiles, device, dtype: chosen(tiles, device))
-    make_schedule.cache_clear()
-    try:
-        documents = {name: DOCUMENTS[name] for name in ("halving", "padded", "one_huge")}
-        errors = dict(_errors(documents, (4,), kv_heads=(2,)))
-    finally:
-        make_schedule.cache_clear()
+    documents = {name: DOCUMENTS[name] for name in ("halving", "padded", "one_huge")}
+    errors = dict(_errors(documents, (4,), kv_heads=(2,), kernels=chosen))
     assert {case: e for case, e in errors.items() if not e < TOLERANCE} == {}

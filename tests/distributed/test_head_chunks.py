@@ -19,7 +19,7 @@ from tests.distributed.fixtures import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.packs import documents
-from torchtune_cp.distributed import context_parallel
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
 from torchtune_cp.models.llama3 import llama3
 from torchtune_cp.models.rope import inverse_frequencies, rotary_cos_sin
@@ -286,12 +286,12 @@ def _sent_and_peaks(runs):
         options = {
             "method": keys.get("context_parallel_method", "ring"),
             "rotate_method": keys.get("context_parallel_rotate_method", "allgather"),
-            "ulysses_dim": keys.get("context_parallel_ulysses_dim"),
-            "by_documents": True,
         }
+        parts = keys.get("context_parallel_ulysses_dim")
         if method == "ulysses":
-            options["ulysses_dim"] = ulysses_degree(cp, HEADS, kv_heads)
-        heads = HeadChunks.of(chunks, HEADS, kv_heads, options["ulysses_dim"] or 1)
+            parts = ulysses_degree(cp, HEADS, kv_heads)
+        options["options"] = ContextParallelOptions(ulysses_dim=parts, by_documents=True)
+        heads = HeadChunks.of(chunks, HEADS, kv_heads, parts or 1)
         peaks = []
         for chunked in (False, True):
             model = _layer(kv_heads)

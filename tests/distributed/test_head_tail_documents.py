@@ -14,13 +14,10 @@ from tests.distributed.written_out import (
     output_and_gradients,
     random_inputs,
 )
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask
-from torchtune_cp.distributed.context_parallel.layout import (
-    head_tail_indices,
-    head_tail_layout,
-    head_tail_places,
-    padded_length,
-)
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.data import cut_for_ranks
+from torchtune_cp.distributed.context_parallel.cut import restore
+from torchtune_cp.distributed.context_parallel.layout import even_layout, padded_length
 
 TOLERANCE = 1e-10
 LENGTHS = (1, 7, 8, 33, 2, 60)
@@ -48,25 +45,21 @@ def _largest_error(cp, parts, schedule, rotate, mask, as_rows, tail=0):
     expected = output_and_gradients([list(LENGTHS)], inputs, lambda n: distances_shown(n, *mask))
     padded = _padded(cp, as_rows)
     shape = (len(padded), padded[0]) if as_rows else (1, sum(padded) + tail)
-    layout = head_tail_layout(
-        LENGTHS, tuple(padded), shape, cp, AttentionMask(*mask), heads_split=parts
-    )
+    layout = even_layout(LENGTHS, tuple(padded), shape, cp, AttentionMask(*mask))
+    layout = layout.sharing_heads(parts)
     offsets = torch.tensor([0, *padded]).cumsum(0)
     real = torch.cat([o + torch.arange(n) for o, n in zip(offsets, LENGTHS, strict=False)])
     flat = []
     for tensor in inputs:
         whole = torch.ones(shape[0] * shape[1], *tensor.shape[1::2], dtype=tensor.dtype)
         flat.append(whole.index_copy(0, real, tensor[0].transpose(0, 1)))
-    # What a loader hands out, by construction; the layout must say the same of what is no padding.
-    places = head_tail_places(padded, cp, shape[0] * shape[1] - sum(padded))
     held = layout.indices
-    assert torch.equal(held[held >= 0], places[held >= 0])
     assert sorted(held[held >= 0].tolist()) == real.tolist()
     by_rank = simulate(cp, lambda grid: _on_one_rank(grid, layout, flat, schedule, rotate), parts)
     errors = []
     for mine, right in zip(zip(*by_rank, strict=True), expected, strict=True):
         assert all(part.isfinite().all() for part in mine)
-        whole = layout.restore(mine, 2).transpose(1, 2).flatten(0, 1)
+        whole = restore(layout, mine, 2).transpose(1, 2).flatten(0, 1)
         errors.append((whole[real] - right[0].transpose(0, 1)).abs().max().item())
     return max(errors)
 
@@ -87,10 +80,19 @@ def test_padding_behind_all_documents_changes_nothing() -> None:
 def test_every_rank_holds_chunks_r_and_2cp_minus_1_minus_r_of_every_document() -> None:
     for cp, lengths in itertools.product((2, 4), ((1, 7, 8), (8081,), (16, 8081, 1))):
         padded = _padded(cp, False, lengths)
-        got = head_tail_places(padded, cp, tail=cp)
-        offset, parts = 0, []
-        for size in padded:
-            parts.append(head_tail_indices(size, cp) + offset)
-            offset += size
-        parts.append(torch.arange(offset, offset + cp)[:, None])
-        assert torch.equal(got, torch.cat(parts, 1))
+        tail = cp  # padding behind all documents, given out in consecutive parts
+        total = sum(padded) + tail
+        batch = {
+            "tokens": torch.arange(total)[None],
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+            "cu_seqlens_padded": torch.tensor([0, *padded]).cumsum(0),
+        }
+        slices = cut_for_ranks(batch, cp)
+        for rank, own in enumerate(slices):
+            expected, offset = [], 0
+            for size in padded:
+                chunks = torch.arange(offset, offset + size).chunk(2 * cp)
+                expected += [chunks[rank], chunks[2 * cp - 1 - rank]]
+                offset += size
+            expected.append(torch.tensor([offset + rank]))
+            assert own["tokens"].tolist() == [torch.cat(expected).tolist()]

@@ -203,7 +203,9 @@ def _count_and_measure():
                     alive = _settled(storage) - (offload.host_bytes if offload else 0)
                 with Ran() as ran:
                     loss.backward()
-            assert not torch_private._kept_kv, "gathered keys and values outlive their backward"
+            assert not torch_private._kept_kv.buffers, (
+                "gathered keys and values outlive their backward"
+            )
             moved = offload.moved_bytes if offload else 0
             assert not offload or (offload.fetched_bytes, offload.host_bytes) == (moved, 0)
             results[mode, offloaded] = (ran.kernels, ran.gathers, alive, moved)

@@ -16,7 +16,7 @@ from tests.distributed.fixtures import recipe_config, reference_step, run_recipe
 from tests.distributed.harness import run_ranks
 from tests.distributed.packs import documents, packs, packs_as_documents
 from torchtune_cp.data import collate
-from torchtune_cp.distributed import context_parallel, unshard
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel, unshard
 from torchtune_cp.models.llama3 import llama3
 
 LR, TOLERANCE = 2.0, 1e-5
@@ -116,7 +116,10 @@ def _logits_of_documents():
         "alltoall": {"method": "ring", "rotate_method": "alltoall"},
         "allgather": {"method": "allgather"},
         "ulysses": {"method": "ulysses"},
-        "ulysses_and_ring": {"method": "ulysses", "ulysses_dim": 2},
+        "ulysses_and_ring": {
+            "method": "ulysses",
+            "options": ContextParallelOptions(ulysses_dim=2),
+        },
     }
     for name, options in methods.items():
         logits = []

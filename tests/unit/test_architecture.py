@@ -13,12 +13,14 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = "torchtune_cp"
 SOURCE = CHECKOUT / PACKAGE
+#: Of meshes and sharding, and of attention, whose file imports nothing of the first.
 TORCH_PRIVATE = SOURCE / "distributed" / "context_parallel" / "torch_private.py"
+MESH_TORCH_PRIVATE = SOURCE / "distributed" / "torch_private.py"
 #: What the planner needs of torch's insides is of no use to training, which must not import it.
 PLANNER_TORCH_PRIVATE = SOURCE / "planner" / "torch_private.py"
 
 #: Files beside the packages that need nothing and serve all.
-FOR_ALL = {"errors", "did_you_mean"}
+FOR_ALL = {"attention", "errors", "did_you_mean"}
 #: What each part of the package may import of the others. `models` stands apart: torch only.
 MAY_IMPORT = {
     "durable": set(),
@@ -158,11 +160,11 @@ def _private_torch_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield ".".join([inner.id, *reversed(parts)]), inner.lineno
 
 
-def test_private_torch_names_stand_in_one_file_for_training_and_one_for_the_planner() -> None:
+def test_private_torch_names_stand_in_one_file_for_each_of_meshes_attention_and_plans() -> None:
     offenders = [
         f"{_where(path, line)}: {name}"
         for path, tree in _parsed()
-        if path not in (TORCH_PRIVATE, PLANNER_TORCH_PRIVATE)
+        if path not in (TORCH_PRIVATE, MESH_TORCH_PRIVATE, PLANNER_TORCH_PRIVATE)
         for name, line in _private_torch_names(tree)
     ]
     assert not offenders, "\n".join(offenders)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from torchtune_cp.config.context_parallel_rules import ulysses_problems
+
 
 def _validation(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("run_val_every_n_steps") is not None and values.get("dataset_val") is None:
@@ -56,16 +58,11 @@ def _activation_checkpointing(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ulysses(values: Mapping[str, Any]) -> Iterator[str]:
-    parts, degree = values.get("context_parallel_ulysses_dim"), values.get("context_parallel_dim")
-    if parts is None:
-        return
-    if values.get("context_parallel_method") != "ulysses":
-        yield (
-            f"context_parallel_ulysses_dim: {parts} needs context_parallel_method=ulysses;"
-            " set it to null"
-        )
-    elif degree is not None and degree % parts:
-        yield f"context_parallel_ulysses_dim: {parts} does not divide context_parallel_dim={degree}"
+    yield from ulysses_problems(
+        values.get("context_parallel_ulysses_dim"),
+        values.get("context_parallel_dim"),
+        values.get("context_parallel_method"),
+    )
 
 
 def _ignored_labels(values: Mapping[str, Any]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_cp.config.argument_types import TYPE_NAMES
 from torchtune_cp.config.combinations import combination_problems
+from torchtune_cp.config.context_parallel_rules import METHODS, ROTATE_METHODS
 from torchtune_cp.config.environment import Origin, Path, from_environment, hide_in_problem
 from torchtune_cp.config.instantiate import value_problems
 from torchtune_cp.config.overrides import COMPONENT, is_dotted_path
@@ -125,10 +126,8 @@ class FullFinetuneConfig:
 
     # The mesh
     context_parallel_dim: Annotated[int, _Degree] = 1
-    context_parallel_rotate_method: Annotated[str, Rule(choices=("allgather", "alltoall"))] = (
-        "allgather"
-    )
-    context_parallel_method: Annotated[str, Rule(choices=("ring", "allgather", "ulysses"))] = "ring"
+    context_parallel_rotate_method: Annotated[str, Rule(choices=ROTATE_METHODS)] = "allgather"
+    context_parallel_method: Annotated[str, Rule(choices=METHODS)] = "ring"
     context_parallel_ulysses_dim: Annotated[int | None, _Degree] = None
     tensor_parallel_dim: Annotated[int, _Degree] = 1
     tensor_parallel_plan: Annotated[DictConfig | None, Rule(positional=1)] = None

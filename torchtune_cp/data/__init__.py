@@ -4,7 +4,6 @@ from torchtune_cp.data.buckets import bucket_length, bucketed
 from torchtune_cp.data.byte_tokenizer import byte_tokenizer
 from torchtune_cp.data.collate import CROSS_ENTROPY_IGNORE_IDX, collate, padded_collate_sft
 from torchtune_cp.data.cp_loader import CPDataLoader, create_cp_dataloader
-from torchtune_cp.data.cut import cut_for_ranks
 from torchtune_cp.data.esm_tokenizer import EsmTokenizer, esm_tokenizer
 from torchtune_cp.data.family_tokenizers import (
     llama2_tokenizer,
@@ -28,6 +27,7 @@ from torchtune_cp.data.sampler import GlobalBatchSampler
 from torchtune_cp.data.token_budget import TokenBudgetDataset
 from torchtune_cp.data.tokenizer import HFTokenizer, hf_tokenizer
 from torchtune_cp.data.turns import parse_conversation
+from torchtune_cp.distributed.context_parallel.cut import cut_for_ranks
 
 #: What a config may name, by key; see `torchtune_cp.config.allow`.
 COMPONENTS = {

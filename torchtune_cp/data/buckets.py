@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.layout import pad_batch
+from torchtune_cp.distributed.context_parallel.cut import pad_batch
 
 #: The smallest step between two lengths, in tokens.
 SMALLEST_STEP = 128

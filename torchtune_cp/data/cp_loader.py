@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data.collate import collate
-from torchtune_cp.data.cut import cut_batch
 from torchtune_cp.data.loader import CollateFn, MapDataset, TokenDataLoader
 from torchtune_cp.data.resumable_loader import ResumableLoader
 from torchtune_cp.data.sampler import GlobalBatchSampler
@@ -27,10 +27,11 @@ from torchtune_cp.data.slice_channel import (
     ERROR,
     USER_ERROR,
     Message,
-    Parcel,
     Readers,
     SliceChannel,
+    encoded,
 )
+from torchtune_cp.distributed.context_parallel.cut import balanced_slices
 from torchtune_cp.errors import UserError
 
 #: Seconds that `close` waits for a transfer that is under way.
@@ -38,7 +39,7 @@ _CLOSING_S = 30.0
 
 
 @dataclass(frozen=True)
-class Sharers:
+class LoaderGroup:
     """Who shares batches with this rank, and who reads.
 
     Attributes:
@@ -57,7 +58,7 @@ class Sharers:
     peers: list[int]
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> Sharers:
+    def of_mesh(cls, mesh: DeviceMesh) -> LoaderGroup:
         """Read them off a device mesh: "cp" and "tp" share, every other dimension is data-parallel.
 
         Args:
@@ -93,7 +94,7 @@ class Sharers:
         rank: int | None,
         dp_rank: int,
         dp_degree: int,
-    ) -> Sharers:
+    ) -> LoaderGroup:
         """Take a context-parallel process group, and who reads which samples from the caller.
 
         Raises:
@@ -115,7 +116,7 @@ class Sharers:
         return cls(ranks, len(ranks), dp_rank, dp_degree, [ranks[own]])
 
 
-class _OneAhead:
+class _Prefetcher:
     """Calls a function in a background thread when asked to; the answer is fetched later.
 
     All ranks ask in the same order, as they train in step. So nobody has to be told when to stop: a
@@ -158,32 +159,33 @@ class CPDataLoader(ResumableLoader):
     """Iterates over this rank's slices of each batch; made by `create_cp_dataloader`.
 
     Batches are dicts of CPU tensors: the entries of the collate function's batch, those of the shape of
-    `tokens` cut along the sequence, and `cu_seqlens` and `cu_seqlens_padded`, which
-    `context_parallel(..., already_cut=True)` needs. An iteration may be given up at any batch, on all
-    ranks alike.
+    `tokens` cut along the sequence, [1, n], and what tells `context_parallel` that they are, and how. An
+    iteration may be given up at any batch, on all ranks alike.
     """
 
     def __init__(
         self,
         make_reader: Callable[[], TokenDataLoader],
         make_sampler: Callable[[int], GlobalBatchSampler],
-        sharers: Sharers,
+        group: LoaderGroup,
+        is_causal: bool,
     ) -> None:
         """See `create_cp_dataloader`."""
-        self._channel = SliceChannel(sharers.ranks)
-        self._copies = len(sharers.ranks) // sharers.cp
-        self._cp = sharers.cp
+        self._channel = SliceChannel(group.ranks)
+        self._copies = len(group.ranks) // group.cp
+        self._cp = group.cp
+        self._mask = AttentionMask(is_causal)
         self._reader: TokenDataLoader | None = None
         self._source: Iterator[dict[str, torch.Tensor]] = iter(())
         self._own_error: BaseException | None = None
         # Not by the readers alone: torch names a group after the number of those that a rank has.
-        self._peers = Readers(sharers.peers)
+        self._peers = Readers(group.peers)
         self._readers = self._peers if self._channel.is_reader else None
         start = self._exchange(self._count_samples, make_reader)
         counted = _unless_failed(start, self._own_error)
         super().__init__(make_sampler(counted.number))
         self.order_settings = counted.text
-        self._ahead: _OneAhead | None = _OneAhead(lambda: self._exchange(self._next_batch))
+        self._ahead: _Prefetcher | None = _Prefetcher(lambda: self._exchange(self._next_batch))
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """This rank's slices of the current epoch's batches.
@@ -200,7 +202,7 @@ class CPDataLoader(ResumableLoader):
             self._source = iter(self._reader)
         return self._slices(self._ahead)
 
-    def _slices(self, ahead: _OneAhead) -> Iterator[dict[str, torch.Tensor]]:
+    def _slices(self, ahead: _Prefetcher) -> Iterator[dict[str, torch.Tensor]]:
         ahead.ask()
         while True:
             message = _unless_failed(ahead.fetch(), self._own_error)
@@ -234,40 +236,57 @@ class CPDataLoader(ResumableLoader):
 
     # --- in the background ----------------------------------------------------------------------
 
-    def _exchange(self, read: Callable[..., Parcel], *args: Any) -> Message | BaseException:
+    def _exchange(self, read: Callable[..., list[Message]], *args: Any) -> Message | BaseException:
         """Read and send, or receive; errors come back as values."""
         try:
             if self._readers is None:
                 return self._channel.receive()
+            everybody = self._copies * self._cp
             try:
-                parcel = read(*args)
+                messages = read(*args)
+                bodies = _bodies(messages)
             except UserError as error:
                 self._own_error = error
-                parcel = Parcel(Message(USER_ERROR, text=str(error)))
+                messages = [Message(USER_ERROR, text=str(error))] * everybody
             except Exception as error:  # noqa: BLE001 - raised again by the main thread
                 self._own_error = error
-                parcel = Parcel(Message(ERROR, text=f"{type(error).__name__}: {error}"))
+                messages = [Message(ERROR, text=f"{type(error).__name__}: {error}")] * everybody
             try:
-                agreed = self._readers.agree(parcel.message)
+                agreed = self._readers.agree(messages[0])
             except UserError as error:
                 self._own_error = error
                 agreed = Message(USER_ERROR, text=str(error))
-            return self._channel.send(parcel if agreed is parcel.message else Parcel(agreed))
+            if agreed is not messages[0] or agreed.kind != BATCH:
+                messages = [agreed] * everybody
+                bodies = _bodies(messages)
+            return self._channel.send(messages, bodies)
         except Exception as error:  # noqa: BLE001 - a lost connection: likewise
             return error
 
-    def _count_samples(self, make_reader: Callable[[], TokenDataLoader]) -> Parcel:
+    def _count_samples(self, make_reader: Callable[[], TokenDataLoader]) -> list[Message]:
         self._reader = make_reader()
         samples = self._reader.global_sampler.num_samples
-        return Parcel(Message(END, samples, text=self._reader.order_settings))
+        start = Message(END, samples, text=self._reader.order_settings)
+        return [start] * (self._copies * self._cp)
 
-    def _next_batch(self) -> Parcel:
+    def _next_batch(self) -> list[Message]:
         assert self._reader is not None
         batch = next(self._source, None)
         if batch is None:
-            return Parcel(Message(END))
-        message = Message(BATCH, self._reader.samples_read)
-        return Parcel(message, cut_batch(batch, self._cp), self._copies)
+            return [Message(END)] * (self._copies * self._cp)
+        place = self._reader.samples_read
+        slices = balanced_slices(batch, self._cp, self._mask)
+        messages = [Message(BATCH, place, entries) for entries in slices]
+        return [message for message in messages for _ in range(self._copies)]
+
+
+def _bodies(messages: list[Message]) -> list[torch.Tensor]:
+    """What is sent to all but the reader; equal messages are encoded once."""
+    made: dict[int, torch.Tensor] = {}
+    for message in messages[1:]:
+        if id(message) not in made:
+            made[id(message)] = encoded(message)
+    return [made[id(message)] for message in messages[1:]]
 
 
 def _unless_failed(answer: Message | BaseException, own: BaseException | None) -> Message:
@@ -298,6 +317,7 @@ def create_cp_dataloader(
     seed: int = 0,
     drop_last: bool = True,
     num_workers: int = 0,
+    is_causal: bool = False,
 ) -> tuple[CPDataLoader, GlobalBatchSampler]:
     """Make the data loader of this rank; all ranks of the mesh (or of `cp_group`) have to call this.
 
@@ -315,13 +335,14 @@ def create_cp_dataloader(
         dp_rank: With `cp_group`: this group's place among those that read different samples.
         dp_degree: With `cp_group`: their number.
         collate_fn: Makes a whole batch of a list of samples: CPU tensors `tokens` [b, s], and what else
-            the model needs. With `cu_seqlens` and `cu_seqlens_padded` (see `MaskedLMCollator`) it is cut
-            document by document, without them row by row.
+            the model needs. Its documents (`cu_seqlens`, `seq_lens`; without them its rows) are given to the
+            context-parallel ranks by the work that they are: short ones whole, long ones in parts.
         batch_size: Samples of a batch.
         shuffle: Whether each epoch has its own random order.
         seed: Of the orders.
         drop_last: True leaves an incomplete last global batch out; False fills it with empty samples.
         num_workers: Worker processes that read ahead on the reading rank.
+        is_causal: Whether the model's attention is: what its work is counted for.
 
     Returns:
         The loader (`set_epoch`, `state_dict`, `load_state_dict`, `close`), and the sampler that knows the
@@ -335,18 +356,18 @@ def create_cp_dataloader(
         raise UserError(
             "create_cp_dataloader: give either a mesh, or cp_group, dp_rank and dp_degree"
         )
-    sharers = (
-        Sharers.of_group(cp_group, cp_world_size, cp_rank, dp_rank, dp_degree)
+    group = (
+        LoaderGroup.of_group(cp_group, cp_world_size, cp_rank, dp_rank, dp_degree)
         if mesh is None
-        else Sharers.of_mesh(mesh)
+        else LoaderGroup.of_mesh(mesh)
     )
 
     def sampler(num_samples: int) -> GlobalBatchSampler:
         return GlobalBatchSampler(
             num_samples,
             batch_size=batch_size,
-            dp_rank=sharers.dp_rank,
-            dp_degree=sharers.dp_degree,
+            dp_rank=group.dp_rank,
+            dp_degree=group.dp_degree,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -358,5 +379,5 @@ def create_cp_dataloader(
         made = given if hasattr(type(given), "__getitem__") else given()
         return TokenDataLoader(made, sampler(len(made)), collate_fn, num_workers)
 
-    loader = CPDataLoader(reader, sampler, sharers)
+    loader = CPDataLoader(reader, sampler, group, is_causal)
     return loader, loader.global_sampler

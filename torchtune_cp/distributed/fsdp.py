@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.config import module_problems
-from torchtune_cp.distributed.context_parallel.torch_private import (
+from torchtune_cp.distributed.torch_private import (
     compute_local_shape_and_global_offset,
 )
 from torchtune_cp.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtune_cp.config import degrees_problem
-from torchtune_cp.distributed.context_parallel.torch_private import (
+from torchtune_cp.distributed.torch_private import (
     flatten_mesh,
     forget_earlier_meshes,
 )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchtune_cp.distributed.context_parallel.torch_private import set_default_group_timeout
+from torchtune_cp.distributed.torch_private import set_default_group_timeout
 from torchtune_cp.errors import UserError
 from torchtune_cp.launch.loopback import loopback_variables
 

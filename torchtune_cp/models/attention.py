@@ -1,71 +1,15 @@
 """Self-attention with grouped queries, causal or bidirectional.
 
-Models know nothing of meshes: attention is one call of `F.scaled_dot_product_attention`, looked up
-on `torch.nn.functional` at every call, which the `context_parallel` context manager re-routes.
+Models know nothing of meshes: they call `torchtune_cp.attention.attention`, which is distributed inside
+`context_parallel`.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.errors import UserError
+from torchtune_cp.attention import AttentionMask, attention
 from torchtune_cp.models.config import AttentionSizes
 from torchtune_cp.models.norm import RMSNorm
 from torchtune_cp.models.rope import rotate
-
-_torch_attention = F.scaled_dot_product_attention
-
-
-def check_window(window: int | None) -> None:
-    """Refuse attention that is distributed without regard to the model's sliding window.
-
-    What stands for ``F.scaled_dot_product_attention`` in such a context has ``window`` as an attribute.
-
-    Args:
-        window: The model's.
-
-    Raises:
-        UserError: Naming the argument that is missing.
-    """
-    if window is None:
-        return
-    given = getattr(F.scaled_dot_product_attention, "window", window)
-    if given != window:
-        raise UserError(
-            f"the model's sliding_window is {window}, but the attention around it has window={given}:"
-            f" give context_parallel(..., window={window})"
-        )
-
-
-def check_inside(tokens: Tensor) -> None:
-    """Refuse tokens that a context has cut, or holds documents of, once that context has ended.
-
-    Such tokens have ``needs_context`` as an attribute.
-
-    Args:
-        tokens: The model's.
-
-    Raises:
-        UserError: Plain attention would take them for whole sequences.
-    """
-    if F.scaled_dot_product_attention is _torch_attention and getattr(
-        tokens, "needs_context", False
-    ):
-        raise UserError(
-            "the model was called outside of the context_parallel that yielded these tokens: plain"
-            " attention would take them for whole sequences; call it (and backward) inside"
-        )
-
-
-def is_distributed() -> bool:
-    """Whether attention is that of a context: the model's tokens then are slices, or several documents."""
-    return hasattr(F.scaled_dot_product_attention, "window")  # see `check_window`
-
-
-def _window_mask(seq: int, window: int, device: torch.device) -> Tensor:
-    """Which keys a query sees, `[seq, seq]`: itself and the `window - 1` before it."""
-    distance = torch.arange(seq, device=device)[:, None] - torch.arange(seq, device=device)
-    return (distance >= 0) & (distance < window)
 
 
 class MultiHeadAttention(nn.Module):
@@ -78,8 +22,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, config: AttentionSizes) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.is_causal = config.is_causal
-        self.window = config.sliding_window
+        self.mask = AttentionMask(config.is_causal, config.sliding_window)
         query_dim = config.num_heads * config.head_dim
         kv_dim = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.embed_dim, query_dim, bias=config.qkv_bias)
@@ -115,14 +58,15 @@ class MultiHeadAttention(nn.Module):
         # [batch, heads, seq, head_dim] views. Keys and values keep their own few heads, so that
         # context parallelism moves only those.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        gqa = q.shape[1] != k.shape[1]
-        alone = F.scaled_dot_product_attention is _torch_attention
-        if alone and self.window is not None and seq > self.window:
-            mask = _window_mask(seq, self.window, x.device)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
-        else:  # a context that distributes attention was told of the window: see `check_window`
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, is_causal=self.is_causal, enable_gqa=gqa
-            )
+        mask = self.mask
+        attended = attention(
+            q,
+            k,
+            v,
+            is_causal=mask.is_causal,
+            window=mask.window,
+            chunk=mask.chunk,
+            attn_mask=attn_mask,
+        )
         output: Tensor = self.output_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
         return output

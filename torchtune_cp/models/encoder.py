@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtune_cp.attention import check_inside, is_distributed
 from torchtune_cp.errors import UserError
-from torchtune_cp.models.attention import MultiHeadAttention, check_inside, is_distributed
+from torchtune_cp.models.attention import MultiHeadAttention
 from torchtune_cp.models.encoder_config import EncoderConfig
 from torchtune_cp.models.mlp import GELUFeedForward
 from torchtune_cp.models.rope import inverse_frequencies, rotary_cos_sin

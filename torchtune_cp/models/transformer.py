@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtune_cp.models.attention import MultiHeadAttention, check_inside, check_window
+from torchtune_cp.attention import check_inside
+from torchtune_cp.models.attention import MultiHeadAttention
 from torchtune_cp.models.config import DecoderConfig
 from torchtune_cp.models.mlp import FeedForward
 from torchtune_cp.models.norm import RMSNorm
@@ -181,11 +182,9 @@ class TransformerDecoder(nn.Module):
             Logits, `[batch, seq, vocab]`, or what `output_fn` returned.
 
         Raises:
-            UserError: The model has a sliding window, and a context that distributes attention was not
-                told of it; or the tokens belong to a context that has ended.
+            UserError: The tokens belong to a context that has ended.
         """
         check_inside(tokens)
-        check_window(self.config.sliding_window)
         hidden = self.tok_embeddings(tokens)
         if input_pos is None:
             input_pos = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)

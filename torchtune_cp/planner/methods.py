@@ -1,4 +1,4 @@
-"""Makes the parts of attention over documents, which is a single operator otherwise, visible to a plan.
+"""What a plan wants to know of attention by documents, which is a single operator to a fake mode.
 
 The methods `allgather` and `ulysses`, and packed documents and windows in a ring, run as operators of
 this project's own. A fake mode sees only the result shapes of such an operator; here its implementation is
@@ -7,37 +7,29 @@ executed, so that its buffers, kernels and communication are recorded.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from omegaconf import ListConfig
 
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed.context_parallel import manager, ops, schedule
+from torchtune_cp.distributed import ContextParallelOptions
 from torchtune_cp.distributed.context_parallel.kernels import (
     Call,
     PlainCall,
     VarlenCall,
     at_most,
     by_limits,
+    calls_of,
 )
+from torchtune_cp.distributed.context_parallel.ops import BODIES as BODIES
+from torchtune_cp.distributed.context_parallel.ops import active_batch
 from torchtune_cp.distributed.context_parallel.tiles import Tile
-from torchtune_cp.planner.torch_private import no_modes
 
 #: The namespace of the operators.
 NAMESPACE = "torchtune_cp"
-
-#: What each operator does.
-BODIES: dict[str, Callable[..., Any]] = {
-    "attention": ops.attend,
-    "attention_backward": ops.attend_backward,
-    "to_heads": ops.to_heads,
-    "to_heads_backward": ops.to_heads_backward,
-    "to_tokens": ops.to_tokens,
-    "to_tokens_backward": ops.to_tokens_backward,
-}
 
 
 def packs_documents(cfg: FullFinetuneConfig) -> bool:
@@ -46,10 +38,9 @@ def packs_documents(cfg: FullFinetuneConfig) -> bool:
     return any(bool(dataset.get("packed", False)) for dataset in datasets)
 
 
-def pairs_of_this_rank() -> int:
-    """Query-key pairs of a head in the batch whose region is active."""
-    active = ops.active_attention().schedule
-    return active.layout.pairs()[active.rank]
+def pairs_of_this_rank(is_causal: bool, window: int | None, chunk: int | None) -> int:
+    """Query-key pairs of a head in the batch whose region is active, under a mask."""
+    return active_batch().under(AttentionMask(is_causal, window, chunk)).schedule.pairs
 
 
 def _calls_on_gpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) -> list[Call]:
@@ -59,35 +50,18 @@ def _calls_on_gpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtyp
     return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]
 
 
-def _outside(function: Callable[..., Any], then: Callable[[Any], Any] = lambda _: None) -> Any:
-    """A function that runs in no mode: what it decides depends on values."""
-
-    def real(*args: Any, **kwargs: Any) -> Any:
-        with no_modes():
-            result = function(*args, **kwargs)
-            then(result)
-            return result
-
-    return real
-
-
-@contextlib.contextmanager
-def document_attention_seen(*, gpu: bool) -> Generator[None, None, None]:
-    """Make layouts and schedules of real numbers, with the kernels of a GPU if asked for.
+def options_of_plan(
+    cfg: FullFinetuneConfig, options: ContextParallelOptions, *, gpu: bool
+) -> ContextParallelOptions:
+    """The options of a run as its plan takes them.
 
     Args:
+        cfg: The run's config. Packed rows use attention by documents, even with one document per row.
+        options: Of the run.
         gpu: Whether kernels are those of a GPU.
     """
-    replaced = [
-        (manager, "document_layout", _outside(manager.document_layout, lambda made: made.indices)),
-        (manager, "whole_rows", _outside(manager.whole_rows)),
-        (manager, "make_schedule", _outside(manager.make_schedule)),
-        (schedule.Schedule, "calls", _outside(schedule.Schedule.calls)),
-    ]
-    if gpu:
-        replaced.append((schedule, "calls_of", _calls_on_gpu))
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
+    return replace(
+        options,
+        by_documents=options.by_documents or packs_documents(cfg),
+        kernels=_calls_on_gpu if gpu else calls_of,
+    )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune_cp.config import FullFinetuneConfig, instantiate
-from torchtune_cp.distributed import Meshes
+from torchtune_cp.distributed import ContextParallelOptions, Meshes
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.planner.cuda_shapes import (
@@ -24,7 +24,7 @@ from torchtune_cp.planner.cuda_shapes import (
     flash_attention_workspace,
     gpu_operators,
 )
-from torchtune_cp.planner.methods import document_attention_seen, packs_documents
+from torchtune_cp.planner.methods import options_of_plan
 from torchtune_cp.planner.profile import Profile, deeper, layers_to_trace, whole
 from torchtune_cp.planner.torch_private import (
     FakeTensor,
@@ -228,7 +228,6 @@ def simulate(
         )
         if gpu:
             stack.enter_context(gpu_operators())
-        stack.enter_context(document_attention_seen(gpu=gpu))
         stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
         stack.enter_context(unseen_sharding_propagation())
         stack.enter_context(host_memory_seen(lambda pinned: tracker.on_host(pinned=pinned)))
@@ -267,6 +266,7 @@ def simulate(
                     tracker.name(
                         value, "optimizer", on_host=offloads_shards or cfg.optimizer_on_host
                     )
+        options = ContextParallelOptions.of_run(cfg, model.config, dims.min_seq_len_divisor)
         train = causal_lm_step(
             cfg,
             model,
@@ -276,11 +276,8 @@ def simulate(
             meshes=meshes,
             dims=dims,
             device=_CPU,
+            options=options_of_plan(cfg, options, gpu=gpu),
         )
-        if packs_documents(cfg):
-            # Packed rows use attention by documents, even with one document per row.
-            cut: Any = train.cut
-            train.cut = partial(cut, by_documents=True)
         batches = [_batch(cfg, seq_len) for _ in range(cfg.gradient_accumulation_steps)]
         train.finish()  # what the step before would have left, such as float8's scales
         tracker.start()

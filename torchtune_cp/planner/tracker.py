@@ -257,17 +257,22 @@ class StepTracker(TorchDispatchMode):
 
     def _look_inside(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what an operator of this project consists of; its arithmetic is that of the mask."""
-        counted = {"attention": (FORWARD_PER_PAIR, 0), "attention_backward": (BACKWARD_PER_PAIR, 1)}
+        # Of each operator: what a pair costs, and where its query and its mask stand in the arguments.
+        counted = {
+            "attention": (FORWARD_PER_PAIR, 0, 3),
+            "attention_backward": (BACKWARD_PER_PAIR, 1, 7),
+        }
         self._inside += 1
         try:
             with self, self.doing("attention"):
                 if self._recording and name in counted:
-                    per_pair, query = counted[name]
+                    per_pair, query, mask = counted[name]
                     _, heads, _, width = args[query].shape
                     # Attention forward in backward is recomputation, even outside of any module.
                     recomputed = name == "attention" and backward_node() is not None
                     key = name, self._location().again or recomputed
-                    number = per_pair * heads * width * methods.pairs_of_this_rank()
+                    pairs = methods.pairs_of_this_rank(*args[mask : mask + 3])
+                    number = per_pair * heads * width * pairs
                     self._flops[key] = self._flops.get(key, 0.0) + float(number * self._times)
                 return methods.BODIES[name](*args, **kwargs)
         finally:

@@ -24,11 +24,15 @@ from torchtune_cp.data import (
 )
 from torchtune_cp.data.token_ids import CheckedIds
 from torchtune_cp.datasets import SampleStream, SFTDataset, StreamedBatches, StreamPlace
-from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+from torchtune_cp.distributed import (
+    ContextParallelOptions,
+    Meshes,
+    ParallelDims,
+    context_parallel,
+)
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.errors import UserError
 from torchtune_cp.models import TransformerEncoder
-from torchtune_cp.training.setup import ulysses_dim
 from torchtune_cp.training.step import Batch, TrainStep, count_label_tokens
 
 
@@ -68,11 +72,10 @@ def masked_lm_step(
         cut=partial(
             context_parallel,
             meshes.cp,
-            already_cut=True,  # by the loader
             is_causal=False,
             method=cfg.context_parallel_method,
-            ulysses_dim=ulysses_dim(cfg, model),
             rotate_method=cfg.context_parallel_rotate_method,
+            options=ContextParallelOptions.of_run(cfg, model.config),
         ),
         slice_loss=partial(_slice_loss, model, loss_fn),
         count=partial(count_tokens, cp=dims.cp),
@@ -143,7 +146,6 @@ def build_masked_lm_loader(
             MaskedLMCollator(
                 cfg.sequence_format,
                 pad_id=tokenizer.pad_id,
-                divisor=dims.min_seq_len_divisor,
                 mask_id=tokenizer.mask_id if model.config.token_dropout else None,
             ),
             model.config.vocab_size,

@@ -25,8 +25,7 @@ from torchtune_cp.config import (
 from torchtune_cp.config.secrets import MaskingFormatter
 from torchtune_cp.data import TokenDataLoader, bucketed, build_dataloader
 from torchtune_cp.data.token_ids import CheckedIds
-from torchtune_cp.distributed import Meshes, ParallelDims
-from torchtune_cp.distributed.context_parallel.heads import HeadChunks, ulysses_degree
+from torchtune_cp.distributed import ContextParallelOptions, Meshes, ParallelDims
 from torchtune_cp.distributed.fsdp import materialize, shard_model
 from torchtune_cp.distributed.process_group import is_rank_zero
 from torchtune_cp.distributed.tensor_parallel import apply_tensor_parallel
@@ -152,7 +151,7 @@ def build_model(
         apply_tensor_parallel(model, meshes.tp, None if plan is None else instantiate(plan, model))
     if cfg.mlp_tile_tokens is not None:
         apply_tiled_mlp(model, cfg.mlp_tile_tokens)
-    chunks = head_chunks(cfg, model)
+    chunks = ContextParallelOptions.of_run(cfg, model.config).head_chunks
     if chunks is not None:
         assert isinstance(model, TransformerDecoder)  # refused for others
         apply_chunked_attention(model, chunks, cfg.mlp_tile_tokens)
@@ -195,44 +194,6 @@ def checkpoint_around_compiled(cfg: FullFinetuneConfig) -> bool:
     the checkpoint is inside otherwise.
     """
     return cfg.tensor_parallel_dim > 1 and cfg.context_parallel_dim == 1
-
-
-def ulysses_dim(cfg: FullFinetuneConfig, model: LanguageModel) -> int | None:
-    """How many ranks share the attention heads with `context_parallel_method: ulysses`, else None.
-
-    Args:
-        cfg: The run's config.
-        model: Its numbers of heads decide where the config does not.
-
-    Raises:
-        UserError: The heads cannot be divided among this number of ranks.
-    """
-    if cfg.context_parallel_method != "ulysses":
-        return None
-    tp = cfg.tensor_parallel_dim
-    return ulysses_degree(
-        cfg.context_parallel_dim,
-        model.config.num_heads // tp,
-        model.config.num_kv_heads // tp,
-        cfg.context_parallel_ulysses_dim,
-    )
-
-
-def head_chunks(cfg: FullFinetuneConfig, model: LanguageModel) -> HeadChunks | None:
-    """How attention over chunks of heads divides them, None where all heads are done together.
-
-    Args:
-        cfg: The run's config.
-        model: Its numbers of heads decide what is possible.
-
-    Raises:
-        UserError: The heads cannot be divided so.
-    """
-    if cfg.attention_head_chunks in (None, 1):
-        return None
-    sizes = model.config
-    shared = ulysses_dim(cfg, model) or 1
-    return HeadChunks.of(cfg.attention_head_chunks, sizes.num_heads, sizes.num_kv_heads, shared)
 
 
 def _compiles(setting: bool | DictConfig, part: str) -> bool:

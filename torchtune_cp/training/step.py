@@ -14,13 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from torchtune_cp.config import FullFinetuneConfig
-from torchtune_cp.distributed import Meshes, ParallelDims, context_parallel
+from torchtune_cp.distributed import (
+    ContextParallelOptions,
+    Meshes,
+    ParallelDims,
+    context_parallel,
+)
 from torchtune_cp.distributed.context_parallel import attention_work
 from torchtune_cp.distributed.context_parallel.layout import IGNORE_INDEX
 from torchtune_cp.distributed.fsdp import set_gradient_sync
 from torchtune_cp.models.transformer import TransformerDecoder
 from torchtune_cp.training.fp8 import precompute_float8_scales
-from torchtune_cp.training.setup import head_chunks, ulysses_dim
 
 Batch = dict[str, Tensor]
 
@@ -187,6 +191,7 @@ def causal_lm_step(
     meshes: Meshes,
     dims: ParallelDims,
     device: torch.device,
+    options: ContextParallelOptions | None = None,
 ) -> TrainStep:
     """Build the step of ``full_finetune_distributed``.
 
@@ -199,7 +204,10 @@ def causal_lm_step(
         meshes: Who shares what.
         dims: The degrees of parallelism.
         device: Where the model computes.
+        options: Of context parallelism; None for those of the run.
     """
+    if options is None:
+        options = ContextParallelOptions.of_run(cfg, model.config, dims.min_seq_len_divisor)
     return TrainStep(
         cfg,
         model,
@@ -211,11 +219,8 @@ def causal_lm_step(
             context_parallel,
             meshes.cp,
             method=cfg.context_parallel_method,
-            ulysses_dim=ulysses_dim(cfg, model),
-            window=model.config.sliding_window,
             rotate_method=cfg.context_parallel_rotate_method,
-            pad_to_multiple_of=dims.min_seq_len_divisor,
-            by_documents=head_chunks(cfg, model) is not None,
+            options=options,
         ),
         slice_loss=partial(_slice_loss, model, loss_fn),
         count=_count,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.balance import imbalances, library_lengths, protein_lengths
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data.packing import STRATEGIES
 from torchtune_cp.distributed.context_parallel import (
     attention_flops,
@@ -15,8 +16,8 @@ from torchtune_cp.distributed.context_parallel import (
     attention_work,
     context_parallel,
 )
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
-from torchtune_cp.distributed.context_parallel.layout import SequenceLayout, document_layout
+from torchtune_cp.distributed.context_parallel.documents import Document
+from torchtune_cp.distributed.context_parallel.layout import balanced_layout, ring_layout
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -31,7 +32,16 @@ def test_no_rank_of_eight_has_more_than_a_twentieth_above_the_mean(lengths, stra
     assert max(head_tail) > 1.2, "documents that need no balancing prove nothing"
 
 
-@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(False), AttentionMask(True, 9)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        AttentionMask(),
+        AttentionMask(False),
+        AttentionMask(True, 9),
+        AttentionMask(False, None, 6),
+        AttentionMask(True, 4, 10),
+    ],
+)
 def test_work_is_the_number_of_pairs_that_are_shown(mask):
     lengths = [40, 7, 21]
     offsets = [0, 40, 47]
@@ -42,9 +52,12 @@ def test_work_is_the_number_of_pairs_that_are_shown(mask):
         seen = distance >= 0 if mask.is_causal else torch.ones(n, n, dtype=torch.bool)
         if mask.window is not None:
             seen &= distance.abs() < mask.window
+        if mask.chunk is not None:
+            chunk = torch.arange(n) // mask.chunk
+            seen &= chunk[:, None] == chunk
         shown += int(seen.sum())
     for parts in (1, 2):
-        layout = document_layout(documents, (1, 68), 4, mask, heads_split=parts)
+        layout = balanced_layout(documents, (1, 68), 4, mask, heads_split=parts)
         assert sum(layout.pairs()) == shown
         flops = attention_flops(layout, num_heads=4, head_dim=8, backward=False)
         assert sum(flops) == pytest.approx(shown * 4 * 8 * 4, rel=1e-3)
@@ -53,7 +66,7 @@ def test_work_is_the_number_of_pairs_that_are_shown(mask):
 
 
 def test_rows_that_are_cut_alike_are_balanced_and_a_single_rank_does_all():
-    layout = SequenceLayout(seq_len=10, padded_len=12, cp=2, is_causal=True, rows=3)
+    layout = ring_layout((3, 10), 12, 2, is_causal=True)
     assert layout.pairs() == [3 * 12 * 13 // 2 // 2] * 2
     assert attention_imbalance(layout) == 1.0
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.distributed.context_parallel.balance import attention_flops
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, Document
+from torchtune_cp.distributed.context_parallel.documents import Document
 from torchtune_cp.distributed.context_parallel.kernels import VarlenCall
-from torchtune_cp.distributed.context_parallel.layout import document_layout
+from torchtune_cp.distributed.context_parallel.layout import balanced_layout
 from torchtune_cp.distributed.context_parallel.schedule import make_schedule
 
 TOKENS, RANKS = 2**24, 32
@@ -15,7 +16,7 @@ PAIRS = TOKENS * (TOKENS + 1) // 2
 
 
 def test_every_pair_of_the_longest_document_is_counted_once_and_every_token_held_once():
-    layout = document_layout((Document(0, TOKENS),), (1, TOKENS), RANKS, AttentionMask())
+    layout = balanced_layout((Document(0, TOKENS),), (1, TOKENS), RANKS, AttentionMask())
     assert layout.length == TOKENS // RANKS
     assert sum(layout.pairs()) == PAIRS
     # 4 operations forward and 10 backward a pair and element, of 32 heads of 128.
@@ -28,8 +29,8 @@ def test_every_pair_of_the_longest_document_is_counted_once_and_every_token_held
 
 def test_borders_of_a_kernel_call_are_exact_as_int32():
     """Tokens are counted in them, never elements: 2**31 tokens of a rank are out of reach."""
-    layout = document_layout((Document(0, TOKENS),), (1, TOKENS), RANKS, AttentionMask())
-    schedule = make_schedule(layout, "allgather", RANKS - 1)
+    layout = balanced_layout((Document(0, TOKENS),), (1, TOKENS), RANKS, AttentionMask())
+    schedule = make_schedule(layout, layout.mask, "allgather", RANKS - 1)
     tiles = [tile for step in schedule.steps for tile in step]
     call = VarlenCall(tiles, torch.device("cpu"))
     borders_q, borders_k, most_q, most_k = call._sizes

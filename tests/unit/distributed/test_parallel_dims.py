@@ -1,7 +1,7 @@
 import pytest
 
 from torchtune_cp.distributed import ParallelDims
-from torchtune_cp.distributed.context_parallel.layout import head_tail_indices, padded_length
+from torchtune_cp.distributed.context_parallel.layout import padded_length, ring_layout
 from torchtune_cp.errors import UserError
 
 
@@ -48,7 +48,7 @@ def test_sequences_are_padded_to_two_chunks_a_rank_times_tp():
 
 
 def test_head_tail_gives_every_rank_the_same_causal_work():
-    indices = head_tail_indices(48, 4)
+    indices = ring_layout((1, 48), 48, 4, is_causal=True).indices
     assert indices[0].tolist() == [0, 1, 2, 3, 4, 5, 42, 43, 44, 45, 46, 47]
     assert sorted(indices.flatten().tolist()) == list(range(48))
     work = (indices + 1).sum(dim=1)  # a token at position p attends to p + 1 tokens
@@ -56,5 +56,5 @@ def test_head_tail_gives_every_rank_the_same_causal_work():
 
 
 def test_a_length_that_does_not_divide_is_never_cut():
-    with pytest.raises(ValueError, match="multiple of 8"):
-        head_tail_indices(12, 4)
+    with pytest.raises(ValueError, match="not multiples of 8"):
+        ring_layout((1, 12), 12, 4, is_causal=True)

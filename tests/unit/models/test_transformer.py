@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtune_cp.distributed import context_parallel
-from torchtune_cp.errors import ConfigError, UserError
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel
+from torchtune_cp.errors import ConfigError
 from torchtune_cp.models import RopeScaling, TiedOutput, TransformerDecoder, init_tensor_
 from torchtune_cp.models.builders import build_decoder
 from torchtune_cp.models.llama3 import llama3
@@ -101,7 +101,7 @@ def test_attention_is_one_causal_call_a_layer_with_unexpanded_keys(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     _model()(_tokens())
-    kwargs = {"attn_mask": None, "is_causal": True, "enable_gqa": True}
+    kwargs = {"attn_mask": None, "is_causal": True, "scale": None, "enable_gqa": True}
     assert calls == [((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), kwargs)] * 3
 
 
@@ -195,13 +195,11 @@ def test_a_token_beyond_the_window_of_every_layer_does_not_reach_the_last_one():
         assert not torch.equal(model(inside)[:, -1], before[:, -1])
 
 
-def test_a_context_that_does_not_know_the_models_window_is_refused():
+def test_a_window_arrives_with_the_call_whether_the_context_was_told_of_it_or_not():
     model = mistral(**{**_SMALL, "intermediate_dim": 64}, sliding_window=8)
-    batch = {"tokens": torch.zeros(1, 24, dtype=torch.long), "seq_lens": torch.tensor([[14, 10]])}
-    with (
-        pytest.raises(UserError, match=r"sliding_window is 8.*window=None.*window=8\)"),
-        context_parallel(None, batch) as local,
-    ):
-        model(local["tokens"], local["input_pos"])
-    with context_parallel(None, batch, window=8) as local:
-        model(local["tokens"], local["input_pos"])
+    tokens = torch.arange(24)[None] % 16
+    alone = torch.cat([model(tokens[:, :14]), model(tokens[:, 14:])], 1)
+    batch = {"tokens": tokens, "seq_lens": torch.tensor([[14, 10]])}
+    for options in (None, ContextParallelOptions(window=8)):
+        with context_parallel(None, batch, options=options) as local:
+            torch.testing.assert_close(model(local["tokens"], local["input_pos"]), alone)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.live_storage import LiveStorage
 from tests.unit.training.small_llama import gradients, loss_of, small_llama, tokens
-from torchtune_cp.distributed import context_parallel
+from torchtune_cp.distributed import ContextParallelOptions, context_parallel
 from torchtune_cp.distributed.context_parallel.heads import HeadChunks
 from torchtune_cp.errors import UserError
 from torchtune_cp.models.init import init_tensor_
@@ -42,6 +42,9 @@ FAMILIES = {
 }
 
 
+BY_DOCUMENTS = ContextParallelOptions(by_documents=True)
+
+
 def _random(model, dtype=torch.float64):
     """Every parameter drawn, biases and norm scales too."""
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +63,9 @@ def _chunked(model, chunks, tile=7):
 def _step(model, batch=None, **options):
     """Loss of a model inside a context that lays out by documents, after backward."""
     batch = {"tokens": tokens()} if batch is None else batch
-    options |= {"window": model.config.sliding_window, "by_documents": True}
+    options["options"] = ContextParallelOptions(
+        window=model.config.sliding_window, by_documents=True
+    )
     with context_parallel(None, batch, **options) as local:
         loss = loss_of(model, local["tokens"], input_pos=local["input_pos"])
         loss.backward()
@@ -152,14 +157,14 @@ def test_other_levers_beside_it_change_no_bit(lever):
 def test_without_gradients_it_is_the_same_function():
     plain, chunked = small_llama().double(), _chunked(small_llama().double(), 2)
     batch = {"tokens": tokens()}
-    with torch.no_grad(), context_parallel(None, batch, by_documents=True) as local:
+    with torch.no_grad(), context_parallel(None, batch, options=BY_DOCUMENTS) as local:
         found = loss_of(chunked, local["tokens"], input_pos=local["input_pos"])
     torch.testing.assert_close(found, loss_of(plain), rtol=1e-13, atol=0)
 
 
 def test_the_output_is_no_view_of_which_fsdp_would_warn():
     model = _chunked(small_llama(), 2)
-    with context_parallel(None, {"tokens": tokens()}, by_documents=True) as local:
+    with context_parallel(None, {"tokens": tokens()}, options=BY_DOCUMENTS) as local:
         rope = rotary_cos_sin(inverse_frequencies(model.config), local["input_pos"], torch.float32)
         output = model.layers[0].attend(torch.randn(2, 96, 64, requires_grad=True), rope)
     assert output.requires_grad
@@ -171,7 +176,7 @@ def test_a_second_backward_is_refused_in_words(checkpointed):
     model = _chunked(small_llama(), 2)
     if checkpointed:
         apply_activation_checkpointing(model)
-    with context_parallel(None, {"tokens": tokens()}, by_documents=True) as local:
+    with context_parallel(None, {"tokens": tokens()}, options=BY_DOCUMENTS) as local:
         loss = loss_of(model, local["tokens"], input_pos=local["input_pos"])
         loss.backward(retain_graph=True)
         with pytest.raises(
@@ -182,11 +187,11 @@ def test_a_second_backward_is_refused_in_words(checkpointed):
 
 def test_outside_of_a_fitting_context_it_says_which_one_it_needs():
     model = _chunked(small_llama(), 2)
-    with pytest.raises(RuntimeError, match=r"context_parallel\(..., by_documents=True\)"):
+    with pytest.raises(RuntimeError, match=r"outside of its context_parallel.*head_chunks="):
         model(tokens())
     with (
         context_parallel(None, {"tokens": tokens()}) as local,
-        pytest.raises(RuntimeError, match=r"context_parallel\(..., by_documents=True\)"),
+        pytest.raises(RuntimeError, match=r"outside of its context_parallel.*head_chunks="),
     ):
         model(local["tokens"])
 
@@ -213,7 +218,7 @@ def _half_layer_peak(chunks):
     x = torch.randn(1, LENGTH, WIDTH, generator=generator).requires_grad_()
     grad = torch.randn(1, LENGTH, WIDTH, generator=generator)
     batch = {"tokens": torch.zeros(1, LENGTH, dtype=torch.int64)}
-    with context_parallel(None, batch, by_documents=True) as local:
+    with context_parallel(None, batch, options=BY_DOCUMENTS) as local:
         rope = rotary_cos_sin(inverse_frequencies(model.config), local["input_pos"], x.dtype)
         with LiveStorage() as storage:
             output = model.layers[0].attend(x, rope)

@@ -1,4 +1,4 @@
-"""Context parallelism: the seam where a sequence is cut and attention is distributed."""
+"""Context parallelism: where a sequence is cut and attention is distributed."""
 
 from torchtune_cp.distributed.context_parallel.balance import (
     attention_flops,
@@ -6,8 +6,10 @@ from torchtune_cp.distributed.context_parallel.balance import (
     attention_work,
 )
 from torchtune_cp.distributed.context_parallel.manager import context_parallel, unshard
+from torchtune_cp.distributed.context_parallel.options import ContextParallelOptions
 
 __all__ = [
+    "ContextParallelOptions",
     "attention_flops",
     "attention_imbalance",
     "attention_work",

@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, attention_pairs
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel.documents import attention_pairs
 
 # The cost model counts in query-key pairs of one layer, forward and backward. What a token costs in the
 # other parts of a layer is about 6 x embed_dim pairs (24 embed_dim^2 operations against 4 embed_dim a

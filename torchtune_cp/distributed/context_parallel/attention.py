@@ -17,7 +17,11 @@ import torch
 from torchtune_cp.distributed.context_parallel.collectives import Grid, Pending
 from torchtune_cp.distributed.context_parallel.kernels import Gradients
 from torchtune_cp.distributed.context_parallel.schedule import Schedule, ScheduledCall
-from torchtune_cp.distributed.context_parallel.torch_private import keep_kv, take_kept_kv
+from torchtune_cp.distributed.context_parallel.torch_private import (
+    Backward,
+    keep_kv,
+    take_kept_kv,
+)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -156,18 +160,10 @@ class DocumentAttention:
 
     # --- backward -----------------------------------------------------------------------------
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        scale: float,
-    ) -> Gradients:
-        """Give the gradients of query, key and value; arguments as in and of :meth:`forward`."""
-        grad_out, query, key, value, out = map(self._in_order, (grad_out, query, key, value, out))
+    def backward(self, given: Backward) -> Gradients:
+        """Give the gradients of query, key and value; shapes as in and of :meth:`forward`."""
+        grad_out, query, key, value, out = map(self._in_order, given[:5])
+        logsumexp, scale = given.logsumexp, given.scale
         exact = _accumulation_dtype(query.dtype)
         calls = self.schedule.calls(query.device, query.dtype)
         _, heads, tokens, width = query.shape
@@ -181,13 +177,15 @@ class DocumentAttention:
             for scheduled in step:
                 q, k = scheduled.call.q, scheduled.call.k
                 parts = scheduled.call.backward(
-                    q.of(grad_out),
-                    q.of(query),
-                    k.of(keys),
-                    k.of(values),
-                    q.of(out),
-                    q.of(logsumexp.unsqueeze(-1)).squeeze(-1),
-                    scale,
+                    Backward(
+                        q.of(grad_out),
+                        q.of(query),
+                        k.of(keys),
+                        k.of(values),
+                        q.of(out),
+                        q.of(logsumexp.unsqueeze(-1)).squeeze(-1),
+                        scale,
+                    )
                 )
                 q.add(grad_query, parts[0])
                 k.add(grad_keys, parts[1])

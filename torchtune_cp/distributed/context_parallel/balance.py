@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask, attention_pairs
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel.documents import attention_pairs
 
 if TYPE_CHECKING:
-    from torchtune_cp.distributed.context_parallel.layout import DocumentLayout, SequenceLayout
+    from torchtune_cp.distributed.context_parallel.layout import Layout
 
 #: Per pair, query head and element of a head: a multiplication and an addition for the score, and as
 #: many for the value; backward has five products of that size where forward has two.
@@ -18,7 +19,7 @@ _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 
 
 def attention_flops(
-    layout: DocumentLayout | SequenceLayout,
+    layout: Layout,
     num_heads: int,
     head_dim: int,
     *,
@@ -60,7 +61,7 @@ def attention_work(local: Mapping[str, torch.Tensor]) -> float:
     return rows * attention_pairs(0, length, length, AttentionMask())
 
 
-def attention_imbalance(layout: DocumentLayout | SequenceLayout) -> float:
+def attention_imbalance(layout: Layout) -> float:
     """The largest over the mean attention work of the ranks; 1.0 when all have the same.
 
     Args:

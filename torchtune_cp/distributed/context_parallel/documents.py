@@ -1,11 +1,14 @@
-"""What attends to what: the documents of a batch, and causal, bidirectional or windowed attention in each."""
+"""The documents of a batch, and how many query-key pairs attention has in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel.entries import SLICE_KEY
 from torchtune_cp.errors import UserError
 
 
@@ -20,31 +23,6 @@ class Document:
 
     offset: int
     length: int
-
-
-@dataclass(frozen=True)
-class AttentionMask:
-    """Which tokens of one document a token attends to.
-
-    Attributes:
-        is_causal: Itself and earlier ones only.
-        window: Those at most ``window - 1`` tokens away (on either side where it is bidirectional);
-            None for any distance.
-    """
-
-    is_causal: bool = True
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse a window that not even the token itself fits into."""
-        if self.window is not None and self.window < 1:
-            raise UserError(f"window={self.window}: must be at least 1, or None for no window")
-
-    def within(self, length: int) -> AttentionMask:
-        """The same mask for a document of ``length`` tokens, without a window that cuts nothing."""
-        if self.window is None or self.window >= length:
-            return AttentionMask(self.is_causal, None)
-        return self
 
 
 def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
@@ -116,8 +94,8 @@ def _padded_documents(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
     ):
         raise UserError(
             f"batch entries cu_seqlens {ends.tolist()} and cu_seqlens_padded {padded_ends.tolist()} do not"
-            f" describe documents in {total} tokens; a batch that holds one rank's slices needs"
-            " already_cut=True"
+            f" describe documents in {total} tokens; a batch that holds one rank's slices needs its entry"
+            f" '{SLICE_KEY}', too"
         )
     starts = padded_ends.tolist()
     return tuple(
@@ -131,11 +109,11 @@ def document_positions(
     documents: tuple[Document, ...], shape: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
     """Positions that restart with each document, ``[b, s]`` int64; -1 on padding."""
-    positions = torch.full((shape[0] * shape[1],), -1, dtype=torch.int64)
+    positions = np.full(shape[0] * shape[1], -1, dtype=np.int64)
     for document in documents:
         end = document.offset + document.length
-        positions[document.offset : end] = torch.arange(document.length)
-    return positions.view(shape).to(device)
+        positions[document.offset : end] = np.arange(document.length)
+    return torch.from_numpy(positions.reshape(shape)).to(device)
 
 
 def _earlier_pairs(upto: int, reach: int | None) -> int:
@@ -154,6 +132,15 @@ def attention_pairs(start: int, stop: int, length: int, mask: AttentionMask) -> 
         length: Tokens of the document.
         mask: What is attended to within it.
     """
+    if mask.chunk is not None and mask.chunk < length:
+        within = AttentionMask(mask.is_causal, mask.window)
+        total = 0
+        for first in range(start // mask.chunk * mask.chunk, stop, mask.chunk):
+            size = min(mask.chunk, length - first)
+            total += attention_pairs(
+                max(start - first, 0), min(stop - first, size), size, within.within(size)
+            )
+        return total
     reach = mask.window
     earlier = _earlier_pairs(stop, reach) - _earlier_pairs(start, reach)
     if mask.is_causal:

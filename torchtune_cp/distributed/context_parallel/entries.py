@@ -10,8 +10,10 @@ from torchtune_cp.errors import UserError
 
 #: The entries that have the shape of ``tokens``.
 SEQUENCE_KEYS = ("tokens", "labels", "input_pos", "token_dropout_scale")
-#: Where the documents are, in either form; read before the cut, and of no meaning for a slice.
-DOCUMENT_KEYS = ("seq_lens", "cu_seqlens", "cu_seqlens_padded")
+#: What makes a batch one rank's slices: says what every rank holds of the whole batch, see `layout`.
+SLICE_KEY = "slice_layout"
+#: Where the documents are, in any form; read before the cut, and of no meaning for a slice.
+DOCUMENT_KEYS = ("seq_lens", "cu_seqlens", "cu_seqlens_padded", SLICE_KEY)
 #: One number a row, or a document: all ranks get them, whatever their length.
 _WHOLE_KEYS = (*DOCUMENT_KEYS, "sample_ids")
 

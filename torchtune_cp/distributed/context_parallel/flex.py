@@ -9,8 +9,7 @@ Shape legend: n this rank's tokens, t all tokens that belong to a document, h qu
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -24,13 +23,9 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
+from torchtune_cp.attention import MaskMod
 from torchtune_cp.distributed.context_parallel.collectives import Grid
-from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
-from torchtune_cp.distributed.context_parallel.ops import checked_scale, sdpa_replaced_by
-
-#: ``mask_mod(row, head, query position, key position) -> bool``, on tensors; positions restart with each
-#: document, and keys of other documents are never seen.
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from torchtune_cp.distributed.context_parallel.layout import Layout
 
 
 class _Gather(torch.autograd.Function):
@@ -80,7 +75,7 @@ class MaskModAttention:
         device: Where the batch is.
     """
 
-    layout: DocumentLayout
+    layout: Layout
     mask_mod: MaskMod
     grid: Grid | None
     device: torch.device
@@ -174,45 +169,3 @@ class MaskModAttention:
             )
         real = self._queries[0] >= 0
         return torch.where(real[:, None], out, 0.0)
-
-
-_active: MaskModAttention | None = None
-
-
-@torch.compiler.disable
-def mask_mod_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Stand for ``F.scaled_dot_product_attention``; the mask_mod takes the place of ``is_causal``."""
-    assert _active is not None
-    scale = checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
-    b, _, n, _ = query.shape
-    q, k, v = (
-        t.transpose(1, 2).reshape(1, b * n, *t.shape[1::2]).transpose(1, 2)
-        for t in (query, key, value)
-    )
-    out = _active.attend(q, k, v, scale)
-    return out.transpose(1, 2).reshape(b, n, *out.shape[1::2]).transpose(1, 2)
-
-
-@contextlib.contextmanager
-def mask_mod_region(attention: MaskModAttention) -> Generator[None, None, None]:
-    """Let ``F.scaled_dot_product_attention`` attend under a model's own mask.
-
-    Args:
-        attention: Of the batch.
-    """
-    global _active
-    _active = attention
-    try:
-        with sdpa_replaced_by(mask_mod_attention):
-            yield
-    finally:
-        _active = None

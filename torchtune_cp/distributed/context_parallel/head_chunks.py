@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.ops import active_heads_split
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel.ops import active_batch
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,7 +26,9 @@ class KeysAndValues:
     without autograd.
     """
 
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, uses: int, ranks: int) -> None:
+    def __init__(
+        self, key: torch.Tensor, value: torch.Tensor, uses: int, ranks: int, mask: AttentionMask
+    ) -> None:
         """Take keys and values before they are sent.
 
         Args:
@@ -33,12 +36,14 @@ class KeysAndValues:
             value: As ``key``.
             uses: How many chunks of query heads there are for them.
             ranks: P, as the heads were divided.
+            mask: What is attended to within a document.
 
         Raises:
-            RuntimeError: No region of ``context_parallel(..., by_documents=True)`` is active, or it shares
-                the heads among another number of ranks.
+            RuntimeError: No context is active that was entered with ``head_chunks`` among its options, or it
+                shares the heads among another number of ranks.
         """
-        self._parts, self._rank = active_heads_split()
+        self._parts, self._rank = active_batch().heads_split
+        self._mask = mask.is_causal, mask.window, mask.chunk
         if self._parts != ranks:
             raise RuntimeError(
                 f"head chunks for {ranks} ranks that share the heads inside context_parallel(...) with"
@@ -63,14 +68,11 @@ class KeysAndValues:
         met: torch.Tensor = q
         return met
 
-    def attend(
-        self, query: torch.Tensor, is_causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with one chunk of query heads.
 
         Args:
             query: [1, h, n, d].
-            is_causal: As given to the context.
             scale: Of the scores.
 
         Returns:
@@ -79,7 +81,7 @@ class KeysAndValues:
         """
         query = self._meet(query)
         out, logsumexp = torch.ops.torchtune_cp.attention(
-            query, self._key, self._value, is_causal, scale
+            query, self._key, self._value, *self._mask, scale
         )
         return (out if self._parts == 1 else _to_tokens(out, self._parts)), logsumexp
 
@@ -107,7 +109,7 @@ class KeysAndValues:
         if self._parts > 1:
             grad_out, out = _to_heads(grad_out, self._parts), _to_heads(out, self._parts)
         grad_query, *grads = torch.ops.torchtune_cp.attention_backward(
-            grad_out, query, self._key, self._value, out, logsumexp, scale
+            grad_out, query, self._key, self._value, out, logsumexp, scale, *self._mask
         )
         del grad_out, out
         query_heads = query.size(1) * self._parts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtune_cp.config.context_parallel_rules import heads_problems, ulysses_problems
 from torchtune_cp.distributed.context_parallel.collectives import Grid
 from torchtune_cp.errors import UserError
 
@@ -29,12 +30,8 @@ def ulysses_degree(cp: int, num_heads: int, num_kv_heads: int, wanted: int | Non
         divisors = [d for d in range(cp, 1, -1) if cp % d == 0 and num_heads % d == 0]
         evenly = [d for d in divisors if num_kv_heads % d == 0]
         wanted = next(iter(evenly or divisors), cp)
-    if num_heads % wanted or cp % wanted:
-        raise UserError(
-            f"context_parallel_method=ulysses over {wanted} of context_parallel_dim={cp} ranks: they do"
-            f" not divide num_heads={num_heads} (of a tensor-parallel rank); set"
-            " context_parallel_ulysses_dim to a divisor of both, or context_parallel_method=ring"
-        )
+    for problem in (*ulysses_problems(wanted, cp, "ulysses"), *heads_problems(num_heads, wanted)):
+        raise UserError(problem)
     return wanted
 
 

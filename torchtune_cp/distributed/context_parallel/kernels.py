@@ -13,27 +13,41 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchtune_cp.distributed.context_parallel import torch_private
 from torchtune_cp.distributed.context_parallel.tiles import Tile, square_tiles, visible
+from torchtune_cp.distributed.context_parallel.torch_private import Backward
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some tokens of a buffer: a range, which is a view, or any places.
+    """Some tokens of a buffer: a range, which is a view, or several.
 
     Attributes:
         start: First token of a range.
         count: Tokens.
-        places: All places where they are no range.
+        places: All places where they are several ranges.
+        ranges: First token and tokens of each; empty where it is a single one.
     """
 
     start: int
     count: int
     places: torch.Tensor | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def first_touch(self, touched: npt.NDArray[np.bool_]) -> bool:
+        """Mark the tokens as touched; whether none of them was before."""
+        fresh = True
+        for start, count in self.ranges or ((self.start, self.count),):
+            here = touched[start : start + count]
+            fresh &= not here.any()
+            here[:] = True
+        return fresh
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tokens' part of a buffer, whose dimension 2 has the tokens."""
@@ -73,16 +87,7 @@ class Call:
         """Attend; [1, h, nq, d] and the logsumexp [1, h, nq]."""
         raise NotImplementedError
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, given: Backward) -> Gradients:
         """This call's part of the gradients, with output and logsumexp over all keys."""
         raise NotImplementedError
 
@@ -118,20 +123,9 @@ class CpuFlashCall(Call):
             query, key, value, self._causal, self._mask(query), scale
         )
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, given: Backward) -> Gradients:
         """See :meth:`Call.backward`."""
-        return torch_private.flash_for_cpu_backward(
-            grad_out, query, key, value, out, logsumexp, self._causal, self._mask(query), scale
-        )
+        return torch_private.flash_for_cpu_backward(given, self._causal, self._mask(given.query))
 
 
 class PlainCall(Call):
@@ -169,17 +163,9 @@ class PlainCall(Call):
         out = weights @ value[0].unsqueeze(1).to(weights.dtype)
         return out.flatten(0, 1)[None].to(query.dtype), logsumexp.flatten(0, 1)[None]
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, given: Backward) -> Gradients:
         """See :meth:`Call.backward`."""
+        grad_out, query, key, value, out, logsumexp, scale = given
         grouped, keys, scores = self._scores(query, key, scale)
         groups = (key.size(1), -1)
         weights = (scores - logsumexp[0].unflatten(0, groups).unsqueeze(-1)).exp()
@@ -219,21 +205,12 @@ class VarlenCall(Call):
         out, logsumexp = torch_private.flash_varlen(q, k, v, *self._sizes, *self._limits, scale)
         return out.transpose(0, 1)[None], logsumexp[None]
 
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        scale: float,
-    ) -> Gradients:
+    def backward(self, given: Backward) -> Gradients:
         """See :meth:`Call.backward`."""
-        gradient, q, k, v, output = (_tokens_first(t) for t in (grad_out, query, key, value, out))
-        grads = torch_private.flash_varlen_backward(
-            gradient, q, k, v, output, logsumexp[0].contiguous(), *self._sizes, *self._limits, scale
+        tokens_first = Backward._make(
+            (*map(_tokens_first, given[:5]), given.logsumexp[0].contiguous(), given.scale)
         )
+        grads = torch_private.flash_varlen_backward(tokens_first, *self._sizes, *self._limits)
         grad_query, grad_key, grad_value = (t.transpose(0, 1)[None] for t in grads)
         return grad_query, grad_key, grad_value
 
@@ -246,12 +223,12 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     count = sum(size for _, size in ranges)
     if all(start + size == after for (start, size), (after, _) in pairwise(ranges)):
         return Rows(ranges[0][0], count)
-    places = torch.cat([torch.arange(start, start + size) for start, size in ranges])
-    return Rows(0, count, places.to(device))
+    places = np.concatenate([np.arange(start, start + size) for start, size in ranges])
+    return Rows(0, count, torch.from_numpy(places).to(device), tuple(ranges))
 
 
 def _borders(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
+    return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(device)
 
 
 def by_limits(tiles: Iterable[Tile]) -> list[list[Tile]]:

@@ -1,4 +1,4 @@
-"""Distributed attention as operators of torch: the models' ``scaled_dot_product_attention`` ends here.
+"""Attention by documents as operators of torch, and the function through which models reach them.
 
 They are opaque to ``torch.compile``, which keeps a layer in one graph whatever the batch looks like, and one
 unit to selective activation checkpointing, which can keep the output of attention as a whole. What they
@@ -9,47 +9,34 @@ Shape legend: b rows, h query heads, g KV heads, n tokens of this rank, d elemen
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from torchtune_cp.distributed.context_parallel.attention import DocumentAttention
+from torchtune_cp.attention import AttentionMask, MaskMod, active_region, is_distributed
+from torchtune_cp.config.context_parallel_rules import heads_problems
+from torchtune_cp.distributed.context_parallel.batch_attention import BatchAttention
 from torchtune_cp.distributed.context_parallel.heads import HeadSplit
-from torchtune_cp.errors import UserError
-
-_active: DocumentAttention | None = None
-
-
-def active_attention() -> DocumentAttention:
-    """The attention of the active region.
-
-    Raises:
-        RuntimeError: There is no region in which attention is computed per document.
-    """
-    if _active is None:
-        raise RuntimeError(
-            "attention over documents ran outside of context_parallel(...): the context must enclose the"
-            " backward pass, too"
-        )
-    return _active
+from torchtune_cp.distributed.context_parallel.options import refuse
+from torchtune_cp.distributed.context_parallel.torch_private import Backward
 
 
-def active_heads_split() -> tuple[int, int]:
-    """How many ranks share the heads in the active region, and which of them this is.
+def active_batch() -> BatchAttention:
+    """The batch of the active region.
 
     Raises:
-        RuntimeError: There is no region in which attention goes by documents.
+        RuntimeError: There is no region in which attention is computed by documents.
     """
-    if _active is None:
+    batch = active_region().batch if is_distributed() else None
+    if not isinstance(batch, BatchAttention):
         raise RuntimeError(
-            "attention over chunks of heads ran outside of context_parallel(..., by_documents=True): the"
-            " context must enclose forward and backward"
+            "attention by documents ran outside of its context_parallel(...): the context must enclose"
+            " forward and backward; attention over chunks of heads needs"
+            " options=ContextParallelOptions(head_chunks=...)"
         )
-    grid = _active.grid
-    return (1, 0) if grid is None else (grid.heads_split, grid.head_rank)
+    return batch
 
 
 def _one_sequence(heads_first: torch.Tensor) -> torch.Tensor:
@@ -68,16 +55,16 @@ def _rows_again(one: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`torch.ops.torchtune_cp.attention` does."""
-    attention = active_attention()
-    layout = attention.schedule.layout
-    if is_causal != layout.mask.is_causal:
-        raise NotImplementedError(
-            f"attention with is_causal={is_causal} inside context_parallel(...,"
-            f" is_causal={layout.mask.is_causal}): the sequence was cut for the other kind"
-        )
+    attention = active_batch().under(AttentionMask(is_causal, window, chunk))
     tokens = query.size(0) * query.size(2)
     if tokens != attention.schedule.length:
         raise RuntimeError(
@@ -98,10 +85,14 @@ def attend_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     scale: float,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`torch.ops.torchtune_cp.attention_backward` does."""
-    gradient, q, k, v, output = map(_one_sequence, (grad_out, query, key, value, out))
-    grads = active_attention().backward(gradient, q, k, v, output, logsumexp, scale)
+    folded = map(_one_sequence, (grad_out, query, key, value, out))
+    attention = active_batch().under(AttentionMask(is_causal, window, chunk))
+    grads = attention.backward(Backward._make((*folded, logsumexp, scale)))
     return _rows_again(grads[0], query), _rows_again(grads[1], key), _rows_again(grads[2], value)
 
 
@@ -119,7 +110,13 @@ _attention_backward = torch.library.custom_op(
 
 @_attention.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     b, h, n, _ = query.shape
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -135,84 +132,34 @@ def _(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     scale: float,
+    is_causal: bool,
+    window: int | None,
+    chunk: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _heads_inside(query), _heads_inside(key), _heads_inside(value)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, _, ctx.scale = inputs
+    query, key, value, *ctx.mask, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.torchtune_cp.attention_backward(grad_out, *ctx.saved_tensors, ctx.scale)
-    return (*grads, None, None)
+    grads = torch.ops.torchtune_cp.attention_backward(
+        grad_out, *ctx.saved_tensors, ctx.scale, *ctx.mask
+    )
+    return (*grads, None, None, None, None)
 
 
 _attention.register_autograd(_gradients, setup_context=_keep)
-
-
-def checked_scale(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
-) -> float:
-    """Refuse in words what attention inside the context cannot do; return the scale of the scores."""
-    if attn_mask is not None:
-        raise NotImplementedError(
-            "an attention mask was given to scaled_dot_product_attention inside context_parallel: give"
-            " it documents (seq_lens), a window or a mask_mod"
-        )
-    if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"attention dropout {dropout_p} inside context_parallel: set attn_dropout to 0"
-        )
-    if not enable_gqa and query.size(1) != key.size(1):
-        raise ValueError(
-            f"{query.size(1)} query heads and {key.size(1)} key heads: set enable_gqa=True"
-        )
-    return query.size(-1) ** -0.5 if scale is None else scale
-
-
-def document_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Stand for ``F.scaled_dot_product_attention`` under the methods ring and allgather.
-
-    Args:
-        query: [b, h, n, d].
-        key: [b, g, n, d].
-        value: As ``key``.
-        attn_mask: Refused.
-        dropout_p: Refused unless 0.
-        is_causal: As given to the context.
-        scale: Of the scores; None for ``d ** -0.5``.
-        enable_gqa: Whether g may be smaller than h.
-
-    Returns:
-        [b, h, n, d].
-    """
-    scale = checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
-    out: torch.Tensor = torch.ops.torchtune_cp.attention(query, key, value, is_causal, scale)[0]
-    return out
 
 
 # --- heads given out to the ranks (Ulysses) ------------------------------------------------------
 
 
 def _head_split(query_heads: int, kv_heads: int) -> HeadSplit:
-    grid = active_attention().grid
+    grid = active_batch().grid
     assert grid is not None
     return HeadSplit(grid, query_heads, kv_heads)
 
@@ -327,84 +274,72 @@ _to_tokens.register_autograd(
 )
 
 
-def ulysses_attention(parts: int, rank: int) -> Callable[..., torch.Tensor]:
-    """Make what stands for ``F.scaled_dot_product_attention`` where ranks have parts of the heads.
+# --- what the region attends with -----------------------------------------------------------------
 
-    As in DeepSpeed Ulysses (arXiv 2309.14509): an all-to-all gives each rank all tokens of its heads, a
-    second one brings the outputs back. Where there are fewer KV heads than ranks, several ranks get the
-    same one.
+
+@torch.compiler.disable
+def _under_function(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask_mod: MaskMod, scale: float
+) -> torch.Tensor:
+    attention = active_batch().under_function(mask_mod, query.device)
+    b, _, n, _ = query.shape
+    q, k, v = (
+        t.transpose(1, 2).reshape(1, b * n, *t.shape[1::2]).transpose(1, 2)
+        for t in (query, key, value)
+    )
+    out = attention.attend(q, k, v, scale)
+    return out.transpose(1, 2).reshape(b, n, *out.shape[1::2]).transpose(1, 2)
+
+
+@lru_cache
+def by_documents(parts: int, rank: int) -> Callable[..., torch.Tensor]:
+    """Make the attention of a region by documents; see :class:`torchtune_cp.attention.Region`.
+
+    Where ranks share the heads, as in DeepSpeed Ulysses (arXiv 2309.14509), an all-to-all gives each rank all
+    tokens of its heads, a second one brings the outputs back. Where there are fewer KV heads than ranks,
+    several ranks get the same one.
 
     Args:
         parts: Ranks that share the heads.
         rank: This rank's place among them.
     """
 
-    def scaled_dot_product_attention(
+    def attend(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        is_causal: bool,
+        window: int | None,
+        chunk: int | None,
+        mask_mod: MaskMod | None,
+        scale: float | None,
     ) -> torch.Tensor:
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        if mask_mod is not None:
+            return _under_function(query, key, value, mask_mod, scale)
         heads, kv_heads = query.size(1), key.size(1)
-        scale = checked_scale(query, key, attn_mask, dropout_p, scale, enable_gqa)
-        if heads % parts:
-            raise UserError(
-                f"context_parallel_method=ulysses over {parts} ranks: they do not divide the"
-                f" num_heads={heads} of attention on this rank; set context_parallel_ulysses_dim to a"
-                " divisor of both context_parallel_dim and num_heads, or"
-                " context_parallel_method=ring"
-            )
-        query, key, value = torch.ops.torchtune_cp.to_heads(query, key, value, parts, rank)
-        place = HeadSplit.kv_places(rank, heads, kv_heads, parts)
-        if place is not None:
-            at = torch.tensor(place, device=key.device)
-            key, value = key.index_select(1, at), value.index_select(1, at)
-        out = torch.ops.torchtune_cp.attention(query, key, value, is_causal, scale)[0]
-        result: torch.Tensor = torch.ops.torchtune_cp.to_tokens(out, parts)
-        return result
+        if parts > 1:
+            if heads % parts:
+                refuse(heads_problems(heads, parts))
+            query, key, value = torch.ops.torchtune_cp.to_heads(query, key, value, parts, rank)
+            place = HeadSplit.kv_places(rank, heads, kv_heads, parts)
+            if place is not None:
+                at = torch.tensor(place, device=key.device)
+                key, value = key.index_select(1, at), value.index_select(1, at)
+        out: torch.Tensor = torch.ops.torchtune_cp.attention(
+            query, key, value, is_causal, window, chunk, scale
+        )[0]
+        return torch.ops.torchtune_cp.to_tokens(out, parts) if parts > 1 else out
 
-    return scaled_dot_product_attention
+    return attend
 
 
-#: torch.compile guards on the function: one per split, not one per step.
-_ulysses: dict[tuple[int, int], Callable[..., torch.Tensor]] = {}
-
-
-@contextlib.contextmanager
-def sdpa_replaced_by(replacement: Callable[..., torch.Tensor]) -> Generator[None, None, None]:
-    """Let ``F.scaled_dot_product_attention`` be another function, and put it back afterwards.
-
-    Args:
-        replacement: The same object every time for the same purpose: torch.compile guards on it.
-    """
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = replacement
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
-
-
-@contextlib.contextmanager
-def document_region(attention: DocumentAttention) -> Generator[None, None, None]:
-    """Let ``F.scaled_dot_product_attention`` run a schedule.
-
-    Args:
-        attention: Of the batch.
-    """
-    global _active
-    replacement: Callable[..., torch.Tensor] = document_attention
-    grid = attention.grid
-    if grid is not None and grid.heads_split > 1:
-        split = (grid.heads_split, grid.head_rank)
-        replacement = _ulysses.setdefault(split, ulysses_attention(*split))
-    _active = attention
-    try:
-        with sdpa_replaced_by(replacement):
-            yield
-    finally:
-        _active = None
+#: What each operator does, by name: for who wants to see inside, as plans do.
+BODIES: dict[str, Callable[..., Any]] = {
+    "attention": attend,
+    "attention_backward": attend_backward,
+    "to_heads": to_heads,
+    "to_heads_backward": to_heads_backward,
+    "to_tokens": to_tokens,
+    "to_tokens_backward": to_tokens_backward,
+}

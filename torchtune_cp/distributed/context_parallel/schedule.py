@@ -1,6 +1,7 @@
 """One batch's attention on one rank: which tiles to do, in which order, on whose keys and values.
 
-Made once a batch and used by every layer. Two schedules, both exact and on the same tiles:
+Made once a batch and mask, and used by every layer with that mask. Two schedules, both exact, on the same
+tiles:
 
 - ``ring``: step 0 attends to the rank's own keys and values, step i to those of the rank i places down the
   ring, which travel meanwhile;
@@ -12,12 +13,14 @@ Documents that one rank holds alone take part in step 0 only, and their keys and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
 import torch
 
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.distributed.context_parallel.assignment import (
     Piece,
     Placed,
@@ -25,7 +28,7 @@ from torchtune_cp.distributed.context_parallel.assignment import (
     split_documents,
 )
 from torchtune_cp.distributed.context_parallel.kernels import Call, calls_of
-from torchtune_cp.distributed.context_parallel.layout import DocumentLayout
+from torchtune_cp.distributed.context_parallel.layout import Layout
 from torchtune_cp.distributed.context_parallel.tiles import Tile, tiles_of
 
 
@@ -44,30 +47,34 @@ class ScheduledCall:
 
 @dataclass(eq=False)
 class Schedule:
-    """What one attention rank does.
+    """What one attention rank does under one mask.
 
     Attributes:
         layout: Who holds what.
+        mask: What is attended to within a document.
         method: ``"ring"`` or ``"allgather"``.
         rank: The attention rank.
         length: Its tokens, padding included.
         travelling: Leading tokens whose keys and values go to the other ranks; 0 when none do.
         steps: The tiles on the own keys and values; then by place down the ring, or (``allgather``) those
             on the gathered ones.
-        order: Where the tokens that the steps count through lie among the rank's own; None: they are in that
-            order already.
-        document_order: ``allgather``: where the keys, then the values, of all split documents lie among
+        order: Where the tokens that the steps count through stand among the rank's own; None: they are in
+            that order already.
+        document_order: ``allgather``: where the keys, then the values, of all split documents stand among
             the rows of what was gathered, ``[ranks x 2 x travelling]`` rows; else None.
+        kernels: Chooses the kernel calls that do some tiles.
     """
 
-    layout: DocumentLayout
+    layout: Layout
+    mask: AttentionMask
     method: str
     rank: int
     length: int
     travelling: int
     steps: list[list[Tile]]
     document_order: torch.Tensor | None
-    order: torch.Tensor | None = None
+    order: torch.Tensor | None
+    kernels: Callable[[Sequence[Tile], torch.device, torch.dtype], list[Call]]
     _calls: dict[tuple[torch.device, torch.dtype], list[list[ScheduledCall]]] = field(
         default_factory=dict
     )
@@ -77,15 +84,20 @@ class Schedule:
         """Number of attention ranks."""
         return len(self.layout.pieces)
 
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of a head that this rank attends to."""
+        return self.layout.pairs(self.mask)[self.rank]
+
     def calls(self, device: torch.device, dtype: torch.dtype) -> list[list[ScheduledCall]]:
         """The kernel calls of each step for tensors of a device and dtype."""
         key = (device, dtype)
         if key not in self._calls:
-            touched = torch.zeros(self.length, dtype=torch.bool)
+            touched = np.zeros(self.length, dtype=bool)
             self._calls[key] = [
                 [
-                    ScheduledCall(call, _first_touch(touched, call))
-                    for call in calls_of(tiles, device, dtype)
+                    ScheduledCall(call, call.q.first_touch(touched))
+                    for call in self.kernels(tiles, device, dtype)
                 ]
                 for tiles in self.steps
             ]
@@ -96,28 +108,26 @@ class Schedule:
         return not all(p.fresh for step in self.calls(device, dtype) for p in step)
 
 
-def _first_touch(touched: torch.Tensor, call: Call) -> bool:
-    rows = call.q
-    places = (
-        slice(rows.start, rows.start + rows.count) if rows.places is None else rows.places.cpu()
-    )
-    fresh = not bool(touched[places].any())
-    touched[places] = True
-    return fresh
-
-
 def _end(pieces: Sequence[Placed]) -> int:
     return max((p.at + p.piece.stop - p.piece.start for p in pieces), default=0)
 
 
-@lru_cache(maxsize=64)
-def make_schedule(layout: DocumentLayout, method: str, rank: int) -> Schedule:
+@lru_cache(maxsize=16)
+def make_schedule(
+    layout: Layout,
+    mask: AttentionMask,
+    method: str,
+    rank: int,
+    kernels: Callable[[Sequence[Tile], torch.device, torch.dtype], list[Call]] = calls_of,
+) -> Schedule:
     """Schedule a batch's attention.
 
     Args:
         layout: Who holds what of the batch.
+        mask: What is attended to within a document; need not be the one that the layout is balanced for.
         method: ``"ring"`` or ``"allgather"``.
         rank: The attention rank to plan for.
+        kernels: Chooses the kernel calls that do some tiles.
     """
     lengths = [d.length for d in layout.documents]
     split = split_documents([list(own) for own in layout.pieces])
@@ -131,22 +141,24 @@ def make_schedule(layout: DocumentLayout, method: str, rank: int) -> Schedule:
     own, shared = held[rank], travels[rank]
     document_order = None
     if method == "ring":
-        steps = [tiles_of(own, own, lengths, layout.mask)]
+        steps = [tiles_of(own, own, lengths, mask)]
         for back in range(1, ranks):
             theirs = travels[(rank - back) % ranks]
-            steps.append(tiles_of(shared, theirs, lengths, layout.mask))
+            steps.append(tiles_of(shared, theirs, lengths, mask))
     else:
         alone = [p for p in own if p.piece.document not in split]
         whole = placed(Piece(number, 0, lengths[number]) for number in sorted(split))
         steps = [
-            tiles_of(alone, alone, lengths, layout.mask),
-            tiles_of(shared, whole, lengths, layout.mask),
+            tiles_of(alone, alone, lengths, mask),
+            tiles_of(shared, whole, lengths, mask),
         ]
     travelling = max(map(_end, travels))
     if method == "allgather" and travelling:
         document_order = _document_order(travels, travelling)
     length = layout.length * layout.heads_split
-    return Schedule(layout, method, rank, length, travelling, steps, document_order, order)
+    return Schedule(
+        layout, mask, method, rank, length, travelling, steps, document_order, order, kernels
+    )
 
 
 def _document_order(travels: Sequence[Sequence[Placed]], travelling: int) -> torch.Tensor:
@@ -154,5 +166,5 @@ def _document_order(travels: Sequence[Sequence[Placed]], travelling: int) -> tor
     for rank, pieces in enumerate(travels):
         first = 2 * travelling * rank  # a rank's keys, then its values
         rows += [(p.piece, first + p.at, p.piece.stop - p.piece.start) for p in pieces]
-    keys = torch.cat([torch.arange(at, at + size) for _, at, size in sorted(rows)])
-    return torch.cat([keys, keys + travelling])
+    keys = np.concatenate([np.arange(at, at + size) for _, at, size in sorted(rows)])
+    return torch.from_numpy(np.concatenate([keys, keys + travelling]))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchtune_cp.distributed.context_parallel.assignment import Placed
-from torchtune_cp.distributed.context_parallel.documents import AttentionMask
+from torchtune_cp.attention import AttentionMask
+from torchtune_cp.distributed.context_parallel.assignment import Piece, Placed
 
 
 class Tile(NamedTuple):
@@ -94,6 +94,18 @@ def _causal(queries: Sequence[Placed], keys: Sequence[Placed]) -> Iterator[Tile]
         yield pending
 
 
+def _in_chunks(pieces: Sequence[Placed], chunk: int, most: int) -> list[Placed]:
+    """The pieces as those of documents of one chunk each: a chunk sees no other, as a document does not."""
+    cut = []
+    for piece, at in pieces:
+        for number in range(piece.start // chunk, -(-piece.stop // chunk)):
+            first = number * chunk
+            start, stop = max(piece.start, first), min(piece.stop, first + chunk)
+            part = Piece(piece.document * most + number, start - first, stop - first)
+            cut.append(Placed(part, at + start - piece.start))
+    return cut
+
+
 def tiles_of(
     queries: Sequence[Placed],
     keys: Sequence[Placed],
@@ -111,6 +123,16 @@ def tiles_of(
     Returns:
         Tiles that hold every query-key pair of the mask exactly once.
     """
+    if mask.chunk is not None:
+        sizes = lengths if isinstance(lengths, Mapping) else dict(enumerate(lengths))
+        most = -(-max(sizes.values(), default=1) // mask.chunk)
+        queries, keys = (_in_chunks(pieces, mask.chunk, most) for pieces in (queries, keys))
+        lengths = {
+            number * most + place: min(mask.chunk, length - place * mask.chunk)
+            for number, length in sizes.items()
+            for place in range(-(-length // mask.chunk))
+        }
+        mask = AttentionMask(mask.is_causal, mask.window)
     of_key = _by_document(keys)
     tiles: list[Tile] = []
     for number, own in _by_document(queries).items():

@@ -1,71 +1,32 @@
-"""Everything this project uses of torch that torch has not made public.
+"""Everything that attention uses of torch and torch has not made public.
 
-No other file imports a private torch name. Each use names the versions it was checked with.
+What meshes and sharding use is in `torchtune_cp.distributed.torch_private`, what plans use in the planner's;
+no other file imports a private torch name. Each use names the versions it was checked with.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-# 2.13.0: clears what DTensor remembers of earlier operators, in Python and in C++.
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
 
 # 2.13.0: the ring template, its options and the table of DTensor handlers live here.
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp_impl
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# 2.13.0: the offset of this rank's shard for any placement, FSDP2's strided one included.
-from torch.distributed.tensor._utils import (  # isort: skip
-    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
-)
+from torchtune_cp.attention import active_region, other_kind
 
 aten = torch.ops.aten
 
 #: Along which dimension of q, k, v ``[batch, heads, seq, head_dim]`` context parallelism cuts.
 SEQ_DIM = 2
-
-
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten a mesh into one dimension with its own process group (``DeviceMesh._flatten``, 2.13.0).
-
-    Args:
-        mesh: A (slice of a) device mesh.
-        name: The flattened dimension's name.
-    """
-    return mesh if mesh.ndim == 1 and mesh.mesh_dim_names == (name,) else mesh._flatten(name)
-
-
-def set_default_group_timeout(timeout: timedelta) -> None:
-    """Give every process group made from now on this time-out unless it names its own.
-
-    A device mesh makes its groups with torch's defaults and takes no time-out (2.13.0: the two names
-    below are what ``distributed_c10d`` reads when a group is made).
-
-    Args:
-        timeout: Of a collective.
-    """
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout
-
-
-def forget_earlier_meshes() -> None:
-    """Clear the caches whose keys are meshes, for a process that closed one process group and opened another.
-
-    Meshes of the same ranks and names are equal, so a cache would hand out the earlier one, whose groups
-    are closed.
-    """
-    _clear_sharding_prop_cache()
-    _patched_sdpa.clear()
 
 
 # --- the CPU kernel in torch's ring template (2.13.0) ---------------------------------------------
@@ -160,6 +121,28 @@ cp_impl.custom_ops[aten._scaled_dot_product_flash_attention_for_cpu_backward.def
 # variable-length operators are those that torch.nn.attention.varlen calls.
 
 
+class Backward(NamedTuple):
+    """What the backward pass of attention starts from; shapes as its forward pass takes and gives them.
+
+    Attributes:
+        grad_out: Gradient of the output.
+        query: As given to forward.
+        key: Likewise.
+        value: Likewise.
+        out: The output over all keys.
+        logsumexp: Of the scores of each query, over all keys.
+        scale: Of the scores.
+    """
+
+    grad_out: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    logsumexp: torch.Tensor
+    scale: float
+
+
 def flash_for_cpu(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -188,29 +171,13 @@ def flash_for_cpu(
 
 
 def flash_for_cpu_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    is_causal: bool,
-    bias: torch.Tensor | None,
-    scale: float,
+    given: Backward, is_causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of :func:`flash_for_cpu`; ``out`` and ``logsumexp`` may be those over more keys."""
+    """Backward of :func:`flash_for_cpu`; output and logsumexp may be those over more keys."""
+    *tensors, scale = given
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
         aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            0.0,
-            is_causal,
-            attn_mask=bias,
-            scale=scale,
+            *tensors, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     )
     return grads
@@ -264,31 +231,21 @@ def flash_varlen(
 
 
 def flash_varlen_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
+    given: Backward,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     max_q: int,
     max_k: int,
     left: int | None,
     right: int | None,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of :func:`flash_varlen`; ``out`` and ``logsumexp`` may be those over more keys."""
+    """Backward of :func:`flash_varlen`; output and logsumexp may be those over more keys."""
+    *tensors, scale = given
     # Without dropout no random state is read, but the operator wants the tensors.
-    no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    unused = torch.empty(0, device=query.device)
+    no_state = torch.zeros(2, dtype=torch.uint64, device=given.query.device)
+    unused = torch.empty(0, device=given.query.device)
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = aten._flash_attention_backward(
-        grad_out,
-        query,
-        key,
-        value,
-        out,
-        logsumexp,
+        *tensors,
         cu_q,
         cu_k,
         max_q,
@@ -311,8 +268,30 @@ def flash_varlen_backward(
 # given its buffer gathers nothing. The buffer is found again through the storage of the logsumexp,
 # which autograd saves, and dies with it.
 
-_keeps_kv = False
-_kept_kv: dict[StorageWeakRef, torch.Tensor] = {}
+
+@dataclass
+class _KeptKV:
+    """Gathered keys and values, by the storage of the logsumexp that their backward takes.
+
+    Attributes:
+        wanted: Whether forward passes keep theirs now.
+        buffers: What was kept and not yet taken.
+    """
+
+    wanted: bool = False
+    buffers: dict[StorageWeakRef, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, logsumexp: torch.Tensor, gathered: torch.Tensor) -> None:
+        for dead in [key for key in self.buffers if key.expired()]:
+            del self.buffers[dead]
+        self.buffers[_storage_of(logsumexp)] = gathered
+
+    def take(self, logsumexp: torch.Tensor) -> torch.Tensor | None:
+        return self.buffers.pop(_storage_of(logsumexp), None) if self.buffers else None
+
+
+#: Module-level state: an operator's forward and backward share nothing but the tensors that autograd saves.
+_kept_kv = _KeptKV()
 
 #: Where each backward operator takes the logsumexp.
 _LOGSUMEXP_ARG = {
@@ -349,15 +328,13 @@ def _seeing_kv_rotaters(see: Callable[[Any], None]) -> Generator[None, None, Non
 
 def _keeping(handler: Callable[..., Any]) -> Callable[..., Any]:
     def forward(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _keeps_kv:
+        if not _kept_kv.wanted:
             return handler(op_call, args, kwargs)
         rotaters: list[Any] = []
         with _seeing_kv_rotaters(rotaters.append):
             out = handler(op_call, args, kwargs)
-        for dead in [key for key in _kept_kv if key.expired()]:
-            del _kept_kv[dead]
         for rotater in rotaters:
-            _kept_kv[_storage_of(out[1])] = rotater._aggregated_buffer
+            _kept_kv.keep(out[1], rotater._aggregated_buffer)
         return out
 
     return forward
@@ -370,15 +347,13 @@ def keep_kv(logsumexp: torch.Tensor, gathered: torch.Tensor) -> None:
         logsumexp: Of the attention; autograd saves it, and what is kept dies with it.
         gathered: Of all ranks.
     """
-    if _keeps_kv:
-        for dead in [key for key in _kept_kv if key.expired()]:
-            del _kept_kv[dead]
-        _kept_kv[_storage_of(logsumexp)] = gathered
+    if _kept_kv.wanted:
+        _kept_kv.keep(logsumexp, gathered)
 
 
 def take_kept_kv(logsumexp: torch.Tensor) -> torch.Tensor | None:
     """Give what :func:`keep_kv` kept, once; None if it kept nothing."""
-    return _kept_kv.pop(_storage_of(logsumexp), None) if _kept_kv else None
+    return _kept_kv.take(logsumexp)
 
 
 def _is_traced() -> bool:
@@ -412,7 +387,7 @@ def _using_kept(handler: Callable[..., Any]) -> Callable[..., Any]:
         if _is_traced():
             gradient, query, key, value, *rest = args
             args = (gradient, query, _after(key, gradient), _after(value, gradient), *rest)
-        kept = _kept_kv.pop(_storage_of(args[_LOGSUMEXP_ARG[op_call]]), None) if _kept_kv else None
+        kept = _kept_kv.take(args[_LOGSUMEXP_ARG[op_call]])
         if kept is None:
             return handler(op_call, args, kwargs)
         with _seeing_kv_rotaters(lambda r: setattr(r, "_aggregated_buffer", kept)):
@@ -436,91 +411,87 @@ def keep_gathered_kv(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        global _keeps_kv
-        saved, _keeps_kv = _keeps_kv, torch.is_grad_enabled()
+        saved, _kept_kv.wanted = _kept_kv.wanted, torch.is_grad_enabled()
         try:
             return forward(*args, **kwargs)
         finally:
-            _keeps_kv = saved
+            _kept_kv.wanted = saved
 
     return run
 
 
-#: The patched ``scaled_dot_product_attention`` of the last mesh, by layout, made at its first use. torch
-#: makes a new closure each time its context manager is entered: torch.compile would then recompile every
-#: step. Only the last mesh's is kept, compared by identity: an equal mesh of a process group that was
-#: destroyed is another one, and holding on to it would keep that group's threads alive.
-_patched_sdpa: dict[bool, tuple[DeviceMesh, Callable[..., torch.Tensor]]] = {}
+#: Attribute of a mesh: its ring's attention, by layout, and torch's function that it calls. torch makes a new
+#: closure each time its context manager is entered: torch.compile would then recompile every step. On the
+#: mesh, for it dies with it; an equal mesh of a process group that was destroyed is another one.
+_RING = "_torchtune_cp_ring"
 
 
-def _guarded(
-    torch_sdpa: Callable[..., torch.Tensor], causal_layout: bool
-) -> Callable[..., torch.Tensor]:
+def _ring(torch_sdpa: Callable[..., torch.Tensor], causal_layout: bool) -> Callable[..., Any]:
     """Refuse in words what torch's ring attention cannot do, or would do wrongly without a word."""
 
-    def scaled_dot_product_attention(
+    def attend(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        is_causal: bool,
+        window: int | None,
+        chunk: int | None,
+        mask_mod: Any,
+        scale: float | None,
     ) -> torch.Tensor:
-        if attn_mask is not None:
-            raise NotImplementedError(
-                "an attention mask was given to scaled_dot_product_attention under context"
-                " parallelism: ring attention knows causal and full attention only"
-            )
-        if dropout_p != 0.0:
-            raise NotImplementedError(
-                f"attention dropout {dropout_p} under context parallelism: set attn_dropout to 0"
-            )
         if is_causal != causal_layout:
+            raise other_kind(is_causal, causal_layout)
+        region = active_region()
+        for name, given, expected in (
+            ("window", window, region.window),
+            ("chunk", chunk, region.chunk),
+        ):
+            # A limit that the context was told of was found to cut nothing, and so does a larger one.
+            if given is not None and (expected is None or given < expected):
+                raise NotImplementedError(
+                    f"attention with {name}={given} inside context_parallel(...) with {name}={expected}:"
+                    f" give it options=ContextParallelOptions({name}={given})"
+                )
+        if mask_mod is not None:
             raise NotImplementedError(
-                f"attention with is_causal={is_causal} inside context_parallel(...,"
-                f" is_causal={causal_layout}): the sequence was cut for the other kind"
+                "attention with a mask_mod inside context_parallel(...) without one: give it method="
+                '"allgather" and options=ContextParallelOptions(mask_mod=...)'
             )
-        if query.is_cuda and query.dtype == torch.float32 and key.size(1) != query.size(1):
+        gqa = key.size(1) != query.size(1)
+        if query.is_cuda and query.dtype == torch.float32 and gqa:
             raise NotImplementedError(
                 "grouped-query attention in float32 under context parallelism on CUDA: torch has no"
                 " fused kernel for it to put into the ring; set dtype=bf16"
             )
-        return torch_sdpa(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return torch_sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=gqa)
 
-    return scaled_dot_product_attention
+    return attend
 
 
 @contextlib.contextmanager
 def ring_attention(
-    mesh: DeviceMesh,
-    buffers: list[torch.Tensor],
-    seq_dims: list[int],
-    *,
-    load_balance: bool,
-    rotate_method: str,
-) -> Generator[None, None, None]:
+    mesh: DeviceMesh, device: torch.device, *, load_balance: bool, rotate_method: str
+) -> Generator[Callable[..., torch.Tensor], None, None]:
     """Enter torch's ``context_parallel`` with its module-level options set, and put back afterwards.
 
     Args:
         mesh: One-dimensional context-parallel mesh.
-        buffers: Contiguous tensors, cut IN PLACE along the sequence to this rank's slice and not restored.
-        seq_dims: The sequence dimension of each buffer.
+        device: Where the batch is.
         load_balance: Head-tail order (causal attention) or consecutive slices (bidirectional).
         rotate_method: ``"allgather"`` or ``"alltoall"``.
 
+    Yields:
+        The attention of :class:`torchtune_cp.attention.Region`, the same for every batch of a mesh.
+
     Raises:
-        RuntimeError: Entered inside another context-parallel region.
+        RuntimeError: Entered inside torch's own context manager.
     """
     options = cp_impl._cp_options
     original = F.scaled_dot_product_attention
-    if original in cp_impl._replaced_functions or any(
-        original is patch for _, patch in _patched_sdpa.values()
-    ):
-        raise RuntimeError("context_parallel cannot be entered inside another context_parallel")
+    if original in cp_impl._replaced_functions:
+        raise RuntimeError(
+            "context_parallel cannot be entered inside torch's own context_parallel of the same name"
+        )
     saved = (options.enable_load_balance, options.rotate_method, cp_impl._dispatch_mode)
     options.enable_load_balance = load_balance
     options.rotate_method = {
@@ -528,25 +499,25 @@ def ring_attention(
         "alltoall": cp_impl._RotateMethod.ALL_TO_ALL,
     }[rotate_method]
     replaced_before = dict(cp_impl._replaced_functions)
-    patched_mesh, patch = _patched_sdpa.get(load_balance, (None, None))
-    if patched_mesh is not mesh:
-        patch = None
-    if patch is not None:
+    rings = mesh.__dict__.setdefault(_RING, {})
+    if load_balance in rings:
         # torch leaves a function alone that it knows as its own replacement.
-        cp_impl._replaced_functions[patch] = (original.__name__, original)
-        F.scaled_dot_product_attention = patch
+        _, torch_sdpa = rings[load_balance]
+        cp_impl._replaced_functions[torch_sdpa] = (original.__name__, original)
+        F.scaled_dot_product_attention = torch_sdpa
+    # The batch is cut already; torch wants something to cut.
+    cut_by_torch = torch.empty(2 * mesh.size(), device=device)
     try:
         with torch_context_parallel(
             mesh,
-            buffers=buffers,
-            buffer_seq_dims=seq_dims,
-            no_restore_buffers=set(buffers),
+            buffers=[cut_by_torch],
+            buffer_seq_dims=[0],
+            no_restore_buffers={cut_by_torch},
         ):
-            if patch is None:
-                patch = _guarded(F.scaled_dot_product_attention, load_balance)
-                _patched_sdpa[load_balance] = (mesh, patch)
-                F.scaled_dot_product_attention = patch
-            yield
+            if load_balance not in rings:
+                torch_sdpa = F.scaled_dot_product_attention
+                rings[load_balance] = _ring(torch_sdpa, load_balance), torch_sdpa
+            yield rings[load_balance][0]
     finally:
         F.scaled_dot_product_attention = original
         # torch never takes anything out of its table, one closure with its mesh per entrance.

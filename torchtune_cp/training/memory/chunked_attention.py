@@ -135,9 +135,9 @@ class _ChunkedAttention:
             for chunk in range(kv_chunk * heads.uses, (kv_chunk + 1) * heads.uses):
                 query, *kv_parts = self._project(tokens, rope, chunk, None if kv else kv_chunk)
                 if kv is None:
-                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks)
+                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks, attn.mask)
                 del kv_parts
-                out, logsumexp = kv.attend(query, attn.is_causal, self._scale)
+                out, logsumexp = kv.attend(query, self._scale)
                 _write(heads.queries(attended, chunk, 1), out)
                 logsumexps.append(logsumexp)
                 del query, out
@@ -246,7 +246,7 @@ class _ChunkedAttention:
             for chunk in range(kv_chunk * heads.uses, (kv_chunk + 1) * heads.uses):
                 query, *kv_parts = self._project(tokens, rope, chunk, None if kv else kv_chunk)
                 if kv is None:
-                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks)
+                    kv = KeysAndValues(kv_parts[0], kv_parts[1], heads.uses, heads.ranks, attn.mask)
                 del kv_parts
                 columns = heads.queries(attn.output_proj.weight, chunk, 1).flatten(1, 2)
                 grad_out = (grad @ columns).unflatten(1, (-1, attn.head_dim))
@@ -355,8 +355,8 @@ def apply_chunked_attention(
 
     Such a half keeps its input, the output of attention and its logsumexp for backward, which makes
     queries, keys and values of a chunk again. Forward and backward must run inside
-    `context_parallel(..., by_documents=True)`, also on a single rank. Call it before activation
-    checkpointing.
+    `context_parallel(..., options=ContextParallelOptions(head_chunks=heads))`, also on a single rank. Call it
+    before activation checkpointing.
 
     Args:
         model: A model with `layers`; may be on the meta device. Without tensor parallelism and float8.
