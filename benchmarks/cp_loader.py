@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torchtune_cp.data.cut import CutBatch, cut_batch, cut_for_ranks
 
 from benchmarks.common import Contender, ratio, write_results
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data import (
     MaskedDataset,
     MaskedLMCollator,
@@ -31,8 +31,9 @@ from torchtune_cp.data import (
     esm_tokenizer,
     mlm_masking,
 )
-from torchtune_cp.data.slice_channel import BATCH, Message, Parcel, SliceChannel
+from torchtune_cp.data.slice_channel import BATCH, Message, SliceChannel, encoded
 from torchtune_cp.distributed import context_parallel
+from torchtune_cp.distributed.context_parallel.cut import balanced_slices
 from torchtune_cp.models.esm2 import esm2
 
 TOKENS, ROUNDS = 65_536, 30
@@ -65,9 +66,9 @@ def _batches_of(tokens: int) -> TokenBudgetDataset:
     return TokenBudgetDataset(masked, tokens, oversize="split", strategy="best_fit")
 
 
-def _collator(cp: int) -> MaskedLMCollator:
+def _collator() -> MaskedLMCollator:
     tokenizer = esm_tokenizer()
-    return MaskedLMCollator("thd", tokenizer.pad_id, 2 * cp, mask_id=tokenizer.mask_id)
+    return MaskedLMCollator("thd", tokenizer.pad_id, mask_id=tokenizer.mask_id)
 
 
 def _scatter_objects(slices: list[dict[str, torch.Tensor]] | None) -> dict[str, torch.Tensor]:
@@ -76,8 +77,14 @@ def _scatter_objects(slices: list[dict[str, torch.Tensor]] | None) -> dict[str, 
     return got[0]
 
 
-def _send_slices(channel: SliceChannel, batch: CutBatch | None) -> dict[str, torch.Tensor]:
-    message = channel.receive() if batch is None else channel.send(Parcel(Message(BATCH), batch))
+def _send_slices(
+    channel: SliceChannel, slices: list[dict[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
+    if slices is None:
+        message = channel.receive()
+    else:
+        messages = [Message(BATCH, entries=entries) for entries in slices]
+        message = channel.send(messages, [encoded(m) for m in messages[1:]])
     assert message.entries is not None
     return dict(message.entries)
 
@@ -89,7 +96,7 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
     ranks begin together.
     """
     channel = SliceChannel(range(cp))
-    packs, collate = _batches_of(tokens), _collator(cp)
+    packs, collate = _batches_of(tokens), _collator()
     batches = [collate([packs[i]]) for i in range(min(len(packs), 8))]
     ways = {"slices": partial(_send_slices, channel), "objects": _scatter_objects}
     done = dict.fromkeys(ways, 0)
@@ -100,12 +107,11 @@ def build_transfer(tokens: int, cp: int) -> Callable[[str], Any]:
         dist.barrier()
         start = time.perf_counter()
         slices: Any = None
-        if dist.get_rank() == 0 and way == "slices":
-            slices = cut_batch(batch, cp)
-        elif dist.get_rank() == 0:
+        if dist.get_rank() == 0:
+            slices = balanced_slices(batch, cp, AttentionMask(is_causal=False))
+        if dist.get_rank() == 0 and way == "objects":
             # The parts are views of one tensor, all of which each of them would be pickled with.
-            parts = cut_for_ranks(batch, cp)
-            slices = [{name: part.clone() for name, part in own.items()} for own in parts]
+            slices = [{name: part.clone() for name, part in own.items()} for own in slices]
         cut = time.perf_counter() - start
         got = ways[way](slices)
         seconds = time.perf_counter() - start
@@ -122,7 +128,7 @@ def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:
     """
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     loader, _ = create_cp_dataloader(
-        partial(_batches_of, tokens), mesh, collate_fn=_collator(cp), shuffle=False
+        partial(_batches_of, tokens), mesh, collate_fn=_collator(), shuffle=False
     )
     torch.manual_seed(0)
     model = esm2(**MODEL)
@@ -134,7 +140,7 @@ def build_steps(tokens: int, cp: int) -> Callable[[str], Any]:
     batches = endless()
 
     def train(batch: dict[str, torch.Tensor]) -> None:
-        with context_parallel(mesh, batch, already_cut=True, is_causal=False) as local:
+        with context_parallel(mesh, batch, is_causal=False) as local:
             hidden = model(
                 local["tokens"],
                 local["input_pos"],

@@ -129,6 +129,29 @@ def test_each_method_equals_attention_written_out():
     assert {case: e for case, e in errors.items() if not e < TOLERANCE} == {}
 
 
+#: As Llama 4 has them; a chunk may end in the middle of a rank's piece.
+CHUNKS = {
+    "chunks": (True, None, 16),
+    "chunks, bidirectional": (False, None, 37),
+    "chunks with a window": (True, 9, 24),
+}
+
+
+def test_chunks_of_documents_are_done_too():
+    documents = {name: DOCUMENTS[name] for name in ("one", "many", "padded")}
+    errors = dict(_errors(documents, (2, 4), CHUNKS, kv_heads=(2,)))
+    assert {case: e for case, e in errors.items() if not e < TOLERANCE} == {}
+
+
+def test_a_layout_that_is_balanced_for_one_mask_does_every_other():
+    """Layers that differ share one layout."""
+    documents = {name: DOCUMENTS[name] for name in ("one", "padded", "one_huge")}
+    for balanced_for in ((True, None), (False, 9), (True, None, 16)):
+        wanted = {**MASKS, **CHUNKS}
+        errors = dict(_errors(documents, (4,), wanted, kv_heads=(1,), balanced_for=balanced_for))
+        assert {case: e for case, e in errors.items() if not e < TOLERANCE} == {}
+
+
 @pytest.mark.slow
 def test_each_method_equals_attention_written_out_on_large_packs():
     masks = {"causal": (True, None), "bidirectional": (False, None), "window": (True, 700)}

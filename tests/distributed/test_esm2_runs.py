@@ -226,14 +226,17 @@ def test_a_run_from_pretrained_weights_resumes_with_the_frequencies_that_the_fol
 
 
 @pytest.mark.distributed
-def test_packing_spares_padding(curves):
+def test_no_padding_is_computed_but_what_makes_the_ranks_parts_equally_long(curves):
     share = {
         name: [line["padded_token_share"] for line in curves[name] if "loss" in line]
         for name in ("thd_2x1", "thd_1x2", "bshd_1x2")
     }
     assert share["thd_2x1"] == [0.0] * STEPS
-    assert all(0 < s < 0.03 for s in share["thd_1x2"])
-    assert sum(share["bshd_1x2"]) / STEPS > 0.05
+    # What fills one rank's part up to the other's.
+    assert all(0 <= s < 0.01 for s in share["thd_1x2"])
+    assert max(share["thd_1x2"]) > 0
+    # Rows that are padded to the longest lose that padding when the batch is cut.
+    assert share["bshd_1x2"] == share["thd_1x2"]
 
 
 class _Raises:

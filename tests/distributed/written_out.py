@@ -43,10 +43,13 @@ def is_token(rows, length):
     return torch.arange(length) < ends[:, None]
 
 
-def distances_shown(n, is_causal, window):
+def distances_shown(n, is_causal, window, chunk=None):
     """[n, n] bool: which key of a document of n tokens a query sees."""
-    distance = torch.arange(n)[:, None] - torch.arange(n)
+    place = torch.arange(n)
+    distance = place[:, None] - place
     shown = distance >= 0 if is_causal else torch.ones(n, n, dtype=torch.bool)
+    if chunk is not None:
+        shown = shown & (place[:, None] // chunk == place // chunk)
     return shown if window is None else shown & (distance.abs() < window)
 
 

@@ -91,7 +91,7 @@ class VocabParallelEmbedding(ParallelStyle):
                 raise UserError(
                     f"a sequence of {tokens.size(1)} tokens with tensor_parallel_dim={tp}: the residual"
                     " stream is cut along the sequence, whose length must divide; use"
-                    " context_parallel(..., pad_to_multiple_of=dims.min_seq_len_divisor)"
+                    " options=ContextParallelOptions(pad_to_multiple_of=dims.min_seq_len_divisor)"
                 )
             weight = embedding.weight.to_local()
             rows = weight.size(0)

@@ -27,6 +27,7 @@ from torchtune_cp.distributed.context_parallel.kernels import (
 from torchtune_cp.distributed.context_parallel.ops import BODIES as BODIES
 from torchtune_cp.distributed.context_parallel.ops import active_batch
 from torchtune_cp.distributed.context_parallel.tiles import Tile
+from torchtune_cp.planner.torch_private import no_modes
 
 #: The namespace of the operators.
 NAMESPACE = "torchtune_cp"
@@ -43,11 +44,20 @@ def pairs_of_this_rank(is_causal: bool, window: int | None, chunk: int | None) -
     return active_batch().under(AttentionMask(is_causal, window, chunk)).schedule.pairs
 
 
+# What calls keep of the tiles is made once a batch, in no mode: it is no tensor of the step.
+
+
+def _calls_on_cpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) -> list[Call]:
+    with no_modes():
+        return calls_of(tiles, device, dtype)
+
+
 def _calls_on_gpu(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) -> list[Call]:
     """The calls that would be chosen for the same tiles on CUDA, their indices on `device`."""
-    if dtype in (torch.float16, torch.bfloat16):
-        return [VarlenCall(group, device) for group in by_limits(tiles)]
-    return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]
+    with no_modes():
+        if dtype in (torch.float16, torch.bfloat16):
+            return [VarlenCall(group, device) for group in by_limits(tiles)]
+        return [PlainCall(part) for part in at_most(tiles, PlainCall.MOST_QUERIES)]
 
 
 def options_of_plan(
@@ -63,5 +73,5 @@ def options_of_plan(
     return replace(
         options,
         by_documents=options.by_documents or packs_documents(cfg),
-        kernels=_calls_on_gpu if gpu else calls_of,
+        kernels=_calls_on_gpu if gpu else _calls_on_cpu,
     )

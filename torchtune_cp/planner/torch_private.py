@@ -26,6 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave all active modes for a while (2.13.0)."""
+    disabled: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return disabled
+
+
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Generator[None, None, None]:
     """Join a process group of any size without other processes (2.13.0).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchtune_cp.attention import AttentionMask
 from torchtune_cp.data import (
     MaskedDataset,
     MaskedLMCollator,
@@ -14,6 +15,7 @@ from torchtune_cp.data import (
     esm_tokenizer,
     mlm_masking,
 )
+from torchtune_cp.distributed.context_parallel.cut import balanced_slices
 from torchtune_cp.errors import UserError
 
 PAD, MASK = 99, 32
@@ -191,3 +193,81 @@ def test_masks_are_drawn_from_sample_and_epoch_alone() -> None:
     assert masked[1]["tokens"].tolist() == first[0]
     batch = MaskedLMCollator("thd", tokenizer.pad_id)([budget[0]])
     assert torch.equal(batch["cu_seqlens"], torch.tensor([0, 40, 100]))
+
+
+def _held(slices: list[dict], samples: list[dict]) -> list[tuple[int, int]]:
+    """Where each token of each sample is, found in the slices by their positions alone: rank and document."""
+    found = []
+    for rank, own in enumerate(slices):
+        tokens, labels = own["tokens"][0].tolist(), own["labels"][0].tolist()
+        for holder, number, start, stop, at in own["slice_layout"].tolist()[1:]:
+            if holder == rank:
+                here = slice(at, at + stop - start)
+                assert tokens[here] == samples[number]["tokens"][start:stop]
+                assert labels[here] == samples[number]["labels"][start:stop]
+                assert own["input_pos"][0, here].tolist() == list(range(start, stop))
+                found += [(rank, number)] * (stop - start)
+    return found
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("sequence_format", ["thd", "bshd"])
+def test_balanced_slices_hold_every_token_once_and_short_samples_whole(
+    cp: int, sequence_format: str
+) -> None:
+    lengths = [7, 1, 40, 33, 0, 25, 700, 38, 12, 19]
+    samples = [_sample(*range(100, 100 + n), number=i) for i, n in enumerate(lengths)]
+    whole = MaskedLMCollator(sequence_format, PAD)(samples)
+    slices = balanced_slices(whole, cp, AttentionMask(is_causal=False))
+    samples = samples if sequence_format == "bshd" else [s for s in samples if s["tokens"]]
+    held = _held(slices, samples)
+    by_number = {number: [r for r, n in held if n == number] for _, number in held}
+    assert {n: len(r) for n, r in by_number.items()} == {
+        n: len(s["tokens"]) for n, s in enumerate(samples) if s["tokens"]
+    }
+    longest = max(by_number.values(), key=len)
+    assert len(set(longest)) == cp
+    # What balances by a handful of tokens is cut; most samples are not.
+    assert sum(len(set(ranks)) == 1 for ranks in by_number.values()) >= len(by_number) / 2
+    # No padding but that of the ranks that have less than the others.
+    assert slices[0]["tokens"].shape == (1, max(sum(r == k for r, _ in held) for k in range(cp)))
+    assert sum(int((own["labels"] != -100).sum()) for own in slices) == sum(lengths)
+
+
+def test_eight_equal_samples_stay_whole_and_one_is_shared() -> None:
+    for lengths, shared in (([30] * 8, False), ([240], True)):
+        samples = [_sample(*range(100, 100 + n), number=i) for i, n in enumerate(lengths)]
+        slices = balanced_slices(MaskedLMCollator("thd", PAD)(samples), 4, AttentionMask(False))
+        ranks_of = {
+            n: {r for r, k in _held(slices, samples) if k == n} for n in range(len(samples))
+        }
+        assert all((len(ranks) == 4) == shared for ranks in ranks_of.values())
+        assert all(own["tokens"].shape == (1, 60) for own in slices)
+
+
+def test_packed_rows_with_seq_lens_are_cut_without_padding_them_one_by_one() -> None:
+    packed = collate([{**_sample(1, 2, 3), "seq_lens": [2, 1]}, {**_sample(4, 5), "seq_lens": [2]}])
+    first, second = balanced_slices(packed, 2, AttentionMask())
+    assert first["cu_seqlens"].tolist() == [0, 2, 3, 5]
+    assert first["cu_seqlens_padded"].tolist() == [0, 2, 3, 6]
+    real = [t for own in (first, second) for t in own["tokens"][0].tolist() if t]
+    assert sorted(real) == [1, 2, 3, 4, 5]
+    assert "seq_lens" not in first
+
+
+def test_a_batch_without_a_token_leaves_slices_that_a_model_can_take() -> None:
+    empty = {"tokens": [], "labels": [], "sample_id": -1}
+    for sequence_format in ("thd", "bshd"):
+        whole = MaskedLMCollator(sequence_format, PAD)([empty, empty])
+        for own in balanced_slices(whole, 2, AttentionMask(is_causal=False)):
+            assert own["tokens"].numel() == 1
+            assert own["labels"].tolist() == [[-100]]
+
+
+def test_padding_to_one_length_gives_slices_of_one_length() -> None:
+    shapes = set()
+    for n in (30, 31, 40, 41):
+        whole = MaskedLMCollator("thd", PAD, length=64)([_sample(*range(100, 100 + n)), TWO[1]])
+        slices = balanced_slices(whole, 2, AttentionMask(is_causal=False))
+        shapes |= {tuple(own["tokens"].shape) for own in slices}
+    assert shapes == {(1, 32)}

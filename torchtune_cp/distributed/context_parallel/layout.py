@@ -122,10 +122,14 @@ class Layout:
         return numbers.reshape(-1, self.length)
 
     @cached_property
-    def indices(self) -> torch.Tensor:
+    def places(self) -> npt.NDArray[np.int64]:
         """Place in the batch (rows laid end to end) of every token, [cp, n]; -1 for padding."""
-        offsets = {number: d.offset for number, d in enumerate(self.documents)}
-        return torch.from_numpy(self._of_tokens(offsets, -1))
+        return self._of_tokens({number: d.offset for number, d in enumerate(self.documents)}, -1)
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """`places` as a tensor."""
+        return torch.from_numpy(self.places)
 
     def positions(self, rank: int) -> torch.Tensor:
         """Position in its document of every token of a context-parallel rank, [n]; -1 on padding."""
