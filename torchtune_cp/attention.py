@@ -71,7 +71,7 @@ class Region:
 
     Attributes:
         attend: `(query, key, value, is_causal, window, chunk, mask_mod, scale) -> output`, shapes as in
-            :func:`attention`. The same object for every batch of a kind: torch.compile guards on it.
+            `attention`. The same object for every batch of a kind: torch.compile guards on it.
         batch: What `attend` needs to know of the batch; read when it runs, not when it is compiled.
         is_causal: What the context was entered with.
         window: Likewise; it holds for calls of `F.scaled_dot_product_attention`, which cannot say.
@@ -93,7 +93,7 @@ _region: Region | None = None
 
 
 def active_region() -> Region:
-    """The region whose context is active; there must be one, see :func:`is_distributed`."""
+    """The region whose context is active; there must be one, see `is_distributed`."""
     assert _region is not None
     return _region
 
@@ -123,7 +123,7 @@ def attention(
         query: [b, h, n, d].
         key: [b, g, n, d].
         value: As `key`.
-        is_causal: See :class:`AttentionMask`.
+        is_causal: See `AttentionMask`.
         window: Likewise.
         chunk: Likewise.
         mask_mod: Any other mask; takes the place of the three.
@@ -227,7 +227,7 @@ def scaled_dot_product_attention(
 
 @contextlib.contextmanager
 def distributed_attention(region: Region) -> Generator[None, None, None]:
-    """Let :func:`attention` and `F.scaled_dot_product_attention` be those of a region.
+    """Let `attention` and `F.scaled_dot_product_attention` be those of a region.
 
     Args:
         region: Until the context is left.
@@ -245,7 +245,7 @@ def distributed_attention(region: Region) -> Generator[None, None, None]:
 
 
 def mark_for_context(tokens: Tensor) -> Tensor:
-    """Tokens that mean something inside the active context only; :func:`check_inside` refuses them later."""
+    """Tokens that mean something inside the active context only; `check_inside` refuses them later."""
     own = tokens.detach()  # not the caller's own tensor
     own.needs_context = True  # type: ignore[attr-defined]
     return own

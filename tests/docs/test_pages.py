@@ -15,6 +15,7 @@ from benchmarks import draw_cut, tables
 from tests.docs import config_rows
 from tests.docs.pages import CHECKOUT, PAGES, name_of
 from torchtune_cp import __version__, distributed
+from torchtune_cp.attention import attention
 from torchtune_cp.config import MaskedLMConfig
 from torchtune_cp.config.torchtune_names import ALIASES
 from torchtune_cp.distributed import fsdp
@@ -100,6 +101,7 @@ def test_the_python_interface_is_given_with_its_real_signatures() -> None:
     text = _text("docs/context_parallel.md")
     functions = {
         "context_parallel": distributed.context_parallel,
+        "attention": attention,
         "unshard": distributed.unshard,
         "ParallelDims": distributed.ParallelDims,
         "Meshes.build": distributed.Meshes.build,

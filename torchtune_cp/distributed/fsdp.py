@@ -30,7 +30,7 @@ class ReadsSlices(Protocol):
     """Where weights come from: hands out any slice of a parameter by name."""
 
     def read(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the slice of parameter ``name`` that starts at ``offsets``, on the CPU."""
+        """Return the slice of parameter `name` that starts at `offsets`, on the CPU."""
         ...
 
 
@@ -38,7 +38,7 @@ def precision_policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Say in which precision a model computes; its shards, and the optimizer, stay in float32.
 
     Args:
-        dtype: ``torch.float32``, or ``torch.bfloat16``: parameters are gathered and used in bfloat16,
+        dtype: `torch.float32`, or `torch.bfloat16`: parameters are gathered and used in bfloat16,
             gradients are reduced in float32.
     """
     if dtype == torch.float32:
@@ -57,14 +57,14 @@ def shard_model(
     custom_sharded_layers: list[str] | None = None,
     offload: bool = False,
 ) -> None:
-    """Shard parameters over ``mesh``, in place: one group per layer, embedding and head apart.
+    """Shard parameters over `mesh`, in place: one group per layer, embedding and head apart.
 
     Args:
-        model: A language model with ``tok_embeddings``, ``layers``, ``norm`` and ``output``; may be on the
+        model: A language model with `tok_embeddings`, `layers`, `norm` and `output`; may be on the
             meta device.
-        mesh: ``dp_shard x cp`` flattened, or ``(dp_replicate, dp_shard x cp)``. Context-parallel ranks
+        mesh: `dp_shard x cp` flattened, or `(dp_replicate, dp_shard x cp)`. Context-parallel ranks
             hold different slices of a sequence and thus add up gradients like data-parallel ones.
-        dtype: See :func:`precision_policy`.
+        dtype: See `precision_policy`.
         reshard_after_forward: Free a layer's gathered parameters after its forward pass and gather
             them again in backward.
         custom_sharded_layers: Names of further modules that get a group of their own.
@@ -73,7 +73,7 @@ def shard_model(
             CPU. The model must then be materialized on the CPU.
 
     Raises:
-        UserError: ``custom_sharded_layers`` names a module that the model does not have.
+        UserError: `custom_sharded_layers` names a module that the model does not have.
     """
     policy = precision_policy(dtype)
     # Pinned memory, for copies that run beside the computation, is of use (and there) on a GPU only.
@@ -113,7 +113,7 @@ def materialize(model: nn.Module, source: ReadsSlices, device: torch.device) -> 
     Args:
         model: A model without buffers, sharded or not.
         source: The weights; asked for this rank's slices only.
-        device: Where the shards live: the CPU for a model that was sharded with ``offload``.
+        device: Where the shards live: the CPU for a model that was sharded with `offload`.
     """
     model.to_empty(device=device)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def set_gradient_sync(model: nn.Module, on: bool) -> None:
     """Say whether the next backward pass adds gradients up over the ranks (FSDP2 modules only).
 
     Args:
-        model: From :func:`shard_model`.
+        model: From `shard_model`.
         on: False for all micro-batches of a step but the last: their gradients then stay, unsharded,
             on the rank that made them.
     """

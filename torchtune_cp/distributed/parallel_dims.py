@@ -32,12 +32,12 @@ class ParallelDims:
         dp_replicate: Copies of the whole sharded model (HSDP's outer dimension).
         dp_shard: Ranks over which FSDP2 shards parameters and that read different samples;
             -1 takes whatever the world size leaves.
-        cp: Ranks that share every sequence. Parameters are sharded over ``dp_shard x cp``.
+        cp: Ranks that share every sequence. Parameters are sharded over `dp_shard x cp`.
         tp: Ranks that share every weight matrix.
         world_size: Number of processes.
 
     Raises:
-        UserError: A degree below 1 (or -1 elsewhere than in ``dp_shard``), or a product that is not
+        UserError: A degree below 1 (or -1 elsewhere than in `dp_shard`), or a product that is not
             the world size; the message names every degree and the world size.
     """
 
@@ -48,7 +48,7 @@ class ParallelDims:
     world_size: int
 
     def __post_init__(self) -> None:
-        """Infer ``dp_shard`` when it is -1, then check the product."""
+        """Infer `dp_shard` when it is -1, then check the product."""
         problems = [
             f"{_CONFIG_KEYS[name]}={getattr(self, name)}"
             for name in MESH_DIM_NAMES
@@ -72,26 +72,26 @@ class ParallelDims:
 
     @property
     def dp(self) -> int:
-        """Groups of ranks that read different samples: ``dp_replicate x dp_shard``."""
+        """Groups of ranks that read different samples: `dp_replicate x dp_shard`."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def min_seq_len_divisor(self) -> int:
         """What a sequence is padded to a multiple of.
 
-        Head-tail balance gives each of the ``cp`` ranks two chunks, and sequence-parallel norms cut
-        what a rank holds over the ``tp`` ranks once more.
+        Head-tail balance gives each of the `cp` ranks two chunks, and sequence-parallel norms cut
+        what a rank holds over the `tp` ranks once more.
         """
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the device mesh ``(dp_replicate, dp_shard, cp, tp)``; all four dimensions are always there.
+        """Build the device mesh `(dp_replicate, dp_shard, cp, tp)`; all four dimensions are always there.
 
         Args:
-            device_type: ``"cpu"`` or ``"cuda"``.
+            device_type: `"cpu"` or `"cuda"`.
 
         Returns:
-            The four-dimensional mesh over all ranks; :class:`Meshes` names its parts by use.
+            The four-dimensional mesh over all ranks; `Meshes` names its parts by use.
         """
         shape = tuple(getattr(self, name) for name in MESH_DIM_NAMES)
         return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIM_NAMES)
@@ -105,9 +105,9 @@ class Meshes:
         world: All four dimensions.
         dp: Ranks reading different samples, flattened: data loading.
         cp: Ranks sharing a sequence.
-        loss: Everybody whose token losses add up, flattened: ``dp_replicate x dp_shard x cp``.
-        fsdp: What ``fully_shard`` takes: ``dp_shard x cp`` flattened, or with replicas the
-            two-dimensional ``(dp_replicate, dp_shard x cp)``.
+        loss: Everybody whose token losses add up, flattened: `dp_replicate x dp_shard x cp`.
+        fsdp: What `fully_shard` takes: `dp_shard x cp` flattened, or with replicas the
+            two-dimensional `(dp_replicate, dp_shard x cp)`.
         tp: Ranks sharing a weight matrix.
     """
 
@@ -120,14 +120,14 @@ class Meshes:
 
     @classmethod
     def build(cls, dims: ParallelDims, device_type: str, *, shard: bool = True) -> Meshes:
-        """Build the mesh of ``dims`` and every sub-mesh; all ranks must call it.
+        """Build the mesh of `dims` and every sub-mesh; all ranks must call it.
 
         Args:
             dims: The degrees.
-            device_type: ``"cpu"`` or ``"cuda"``.
-            shard: False keeps all weights whole on every rank (what ``DistributedDataParallel`` does):
-                ``fsdp`` then has groups of one to shard over, and gradients are all-reduced over
-                ``dp x cp``.
+            device_type: `"cpu"` or `"cuda"`.
+            shard: False keeps all weights whole on every rank (what `DistributedDataParallel` does):
+                `fsdp` then has groups of one to shard over, and gradients are all-reduced over
+                `dp x cp`.
         """
         forget_earlier_meshes()
         world = dims.build_mesh(device_type)

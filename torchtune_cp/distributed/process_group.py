@@ -25,13 +25,13 @@ def init_distributed(device: str, collective_timeout_s: float | None = None) -> 
     A script started without torchrun is a group of one process.
 
     Args:
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, with gloo for tensors on the host).
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL, with gloo for tensors on the host).
         collective_timeout_s: How many seconds a rank waits in a collective before it gives up, in this
             group and in those made later (the mesh's); torch's default if None. Not counted while
             processes start.
 
     Returns:
-        ``cpu``, or the CUDA device of this local rank.
+        `cpu`, or the CUDA device of this local rank.
 
     Raises:
         UserError: CUDA was asked for where torch sees none, or more ranks than devices.

@@ -3,7 +3,7 @@
 All families here are one decoder, so one plan serves them all. Within a layer the classic pair of cuts
 (Megatron-LM, arXiv 1909.08053): projections into heads or the MLP's hidden width by output, those out of
 them by input. Between them each rank keeps only its part of the sequence (sequence parallelism, arXiv
-2205.05198): norms and residual additions are done once, not ``tp`` times.
+2205.05198): norms and residual additions are done once, not `tp` times.
 
 Attention, rotation, norms and SwiGLU see plain local tensors: their own heads, columns or tokens. Under
 context parallelism "the sequence" is the rank's slice, cut once more.
@@ -40,7 +40,7 @@ from torchtune_cp.errors import UserError
 if TYPE_CHECKING:
     from torchtune_cp.models import LanguageModel, TransformerDecoder
 
-#: Dimension 1 of ``[b, n, d]``: along it the residual stream is cut.
+#: Dimension 1 of `[b, n, d]`: along it the residual stream is cut.
 _SEQUENCE = Shard(1)
 
 
@@ -58,7 +58,7 @@ class LocalNorm(ParallelStyle):
     """A norm over the last dimension whose input is this rank's tokens or heads.
 
     Its scale is whole on every rank, and what the ranks' inputs contribute to its gradient adds up. torch's
-    ``SequenceParallel`` would hand the module DTensors; here the local computation stays as it is.
+    `SequenceParallel` would hand the module DTensors; here the local computation stays as it is.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -77,7 +77,7 @@ class LocalNorm(ParallelStyle):
 class VocabParallelEmbedding(ParallelStyle):
     """An embedding of which each rank holds a range of token ids; its output is cut along the sequence.
 
-    torch's ``RowwiseParallel`` gives the same result, but in backward it builds the gradient of the whole
+    torch's `RowwiseParallel` gives the same result, but in backward it builds the gradient of the whole
     table on every rank.
     """
 
@@ -140,8 +140,8 @@ def tensor_parallel_plan(model: TransformerDecoder) -> dict[str, ParallelStyle]:
         model: Any decoder of this package, of any family.
 
     Returns:
-        A style for each module with parameters and for those whose input is gathered, by name (``*``
-        stands for every layer): what torch's ``parallelize_module`` takes.
+        A style for each module with parameters and for those whose input is gathered, by name (`*`
+        stands for every layer): what torch's `parallelize_module` takes.
     """
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": VocabParallelEmbedding(),
@@ -181,10 +181,10 @@ def apply_tensor_parallel(
     Args:
         model: On the meta device, or with the same weights on every rank.
         mesh: One-dimensional; of the same root as the one that FSDP gets.
-        plan: In place of :func:`tensor_parallel_plan`'s.
+        plan: In place of `tensor_parallel_plan`'s.
 
     Raises:
-        UserError: The model is no decoder, its sizes do not divide by the mesh's, or ``plan`` leaves a
+        UserError: The model is no decoder, its sizes do not divide by the mesh's, or `plan` leaves a
             parameter out.
     """
     tp = mesh.size()

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import (  # isort: skip
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten a mesh into one dimension with its own process group (``DeviceMesh._flatten``, 2.13.0).
+    """Flatten a mesh into one dimension with its own process group (`DeviceMesh._flatten`, 2.13.0).
 
     Args:
         mesh: A (slice of a) device mesh.
@@ -33,7 +33,7 @@ def set_default_group_timeout(timeout: timedelta) -> None:
     """Give every process group made from now on this time-out unless it names its own.
 
     A device mesh makes its groups with torch's defaults and takes no time-out (2.13.0: the two names
-    below are what ``distributed_c10d`` reads when a group is made).
+    below are what `distributed_c10d` reads when a group is made).
 
     Args:
         timeout: Of a collective.

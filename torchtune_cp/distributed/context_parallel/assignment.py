@@ -45,7 +45,7 @@ class Placed(NamedTuple):
 
 
 def placed(pieces: Iterable[Piece], at: int = 0) -> list[Placed]:
-    """Lay pieces side by side from place ``at``."""
+    """Lay pieces side by side from place `at`."""
     result = []
     for piece in pieces:
         result.append(Placed(piece, at))
@@ -56,6 +56,9 @@ def placed(pieces: Iterable[Piece], at: int = 0) -> list[Placed]:
 #: What attention work is evened out to, largest over mean, where it costs at most this much of the time:
 #: costs that close are within the error of the model, and what balances does not depend on it.
 FAIR_IMBALANCE, FAIRNESS_COST = 1.05, 1.05
+#: What need not be evened out, as a share of the time: documents so short that attention hardly counts are
+#: not cut for it.
+NEGLIGIBLE_EXCESS = 0.003
 
 #: The pieces of each rank.
 Assignment = list[list[Piece]]
@@ -91,7 +94,7 @@ def _cut_evenly(
 def _cut_long_ones(
     lengths: Sequence[int], ranks: int, mask: AttentionMask, shortest_cut: int
 ) -> Assignment:
-    """Cut every document of at least ``shortest_cut`` tokens evenly, give the others out whole.
+    """Cut every document of at least `shortest_cut` tokens evenly, give the others out whole.
 
     The whole ones go, the longest first, to the rank with the least to do (LPT scheduling, Graham 1969).
     """
@@ -213,7 +216,8 @@ def assign(lengths: Sequence[int], ranks: int, mask: AttentionMask) -> Assignmen
         pairs = pairs_by_rank(way, lengths, mask)
         if costs > FAIRNESS_COST * cheapest:
             break
-        if max(pairs) * ranks <= FAIR_IMBALANCE * sum(pairs):
+        mean = sum(pairs) / ranks
+        if max(pairs) <= max(FAIR_IMBALANCE * mean, mean + NEGLIGIBLE_EXCESS * costs):
             best = way
             break
     return _in_order(best)

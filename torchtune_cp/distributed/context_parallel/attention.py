@@ -54,7 +54,7 @@ class DocumentAttention:
     Attributes:
         schedule: What to compute and in which order.
         grid: With whom; None on a single rank.
-        rotate: ``"allgather"`` (keys and values of all ranks at once) or ``"alltoall"`` (one rank's at a
+        rotate: `"allgather"` (keys and values of all ranks at once) or `"alltoall"` (one rank's at a
             time); how the ring's travel.
     """
 
@@ -133,7 +133,7 @@ class DocumentAttention:
         Args:
             query: [1, h, n, d].
             key: [1, g, n, d].
-            value: As ``key``.
+            value: As `key`.
             scale: Of the scores.
 
         Returns:
@@ -161,7 +161,7 @@ class DocumentAttention:
     # --- backward -----------------------------------------------------------------------------
 
     def backward(self, given: Backward) -> Gradients:
-        """Give the gradients of query, key and value; shapes as in and of :meth:`forward`."""
+        """Give the gradients of query, key and value; shapes as in and of `forward`."""
         grad_out, query, key, value, out = map(self._in_order, given[:5])
         logsumexp, scale = given.logsumexp, given.scale
         exact = _accumulation_dtype(query.dtype)
@@ -220,7 +220,7 @@ def _merge(
 
 
 class _GradientSink:
-    """Brings the gradients of keys and values, ``[2, tokens, g, d]`` a step, to where those are held.
+    """Brings the gradients of keys and values, `[2, tokens, g, d]` a step, to where those are held.
 
     They travel in the dtype of the keys and are added up in float32 (float64) where they arrive.
     """
@@ -273,6 +273,6 @@ class _GradientSink:
         self._arriving.clear()
 
     def total(self) -> torch.Tensor:
-        """The gradients of the own keys and values over all ranks' queries, ``[2, n, g, d]``."""
+        """The gradients of the own keys and values over all ranks' queries, `[2, n, g, d]`."""
         self._add_arrived()
         return self._own

@@ -40,7 +40,7 @@ class Backend(NamedTuple):
     """Which backend a batch takes, and the reason.
 
     Attributes:
-        name: ``"none"`` (plain attention on whole rows), ``"ring"`` (torch's) or ``"documents"``.
+        name: `"none"` (plain attention on whole rows), `"ring"` (torch's) or `"documents"`.
         why: For people.
     """
 
@@ -109,7 +109,7 @@ def ring(
     rotate_method: str,
     options: ContextParallelOptions,
 ) -> Generator[tuple[CutBatch, Region], None, None]:
-    """Torch's ring; every row is padded to a multiple of ``2 x cp`` (and of ``pad_to_multiple_of``)."""
+    """Torch's ring; every row is padded to a multiple of `2 x cp` (and of `pad_to_multiple_of`)."""
     cp, rank = mesh.size(), mesh.get_local_rank()
     rows, length = batch["tokens"].shape
     whole = padded_rows(batch, is_causal, math.lcm(2 * cp, options.pad_to_multiple_of))

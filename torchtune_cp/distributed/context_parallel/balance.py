@@ -52,7 +52,7 @@ def attention_work(local: Mapping[str, torch.Tensor]) -> float:
     (Ulysses), a rank counts its part.
 
     Args:
-        local: What :func:`context_parallel` yielded.
+        local: What `context_parallel` yielded.
     """
     pairs: float | None = getattr(local, "attention_pairs", None)
     if pairs is not None:

@@ -23,7 +23,7 @@ class BatchAttention:
     Attributes:
         layout: Who holds what of it.
         grid: This rank's place; None on a single rank.
-        method: ``context_parallel_method``.
+        method: `context_parallel_method`.
         rotate_method: How the ring's keys and values travel.
         kernels: Chooses the kernel calls that do some tiles.
     """

@@ -1,6 +1,6 @@
 """What the ranks of a context-parallel group send each other, on public collectives alone.
 
-The group is a grid: ``heads_split`` consecutive ranks share the tokens of one attention rank and have
+The group is a grid: `heads_split` consecutive ranks share the tokens of one attention rank and have
 parts of the heads each; ranks with the same part of the heads form a ring. Both are reached through the
 whole group, with nothing sent to the others, so that no further process groups are needed.
 """
@@ -67,7 +67,7 @@ class Grid:
         return wait
 
     def gather(self, part: torch.Tensor) -> Pending:
-        """Gather equal parts of the whole ring: ``[ring_size, *part.shape]``."""
+        """Gather equal parts of the whole ring: `[ring_size, *part.shape]`."""
         shape = (self.ring_size, *part.shape)
         if self.heads_split == 1:
             whole = part.new_empty(shape)
@@ -83,7 +83,7 @@ class Grid:
         return self.deal(part.expand(shape))
 
     def deal(self, parts: torch.Tensor) -> Pending:
-        """Send part i of ``[ring_size, ..]`` to ring rank i and get its part for this one, by sender."""
+        """Send part i of `[ring_size, ..]` to ring rank i and get its part for this one, by sender."""
         counts = [0] * self.size
         for place in range(self.ring_size):
             counts[self._in_ring(place)] = parts[0].numel()
@@ -91,7 +91,7 @@ class Grid:
         return lambda: pending().view(parts.shape)
 
     def shift(self, part: torch.Tensor, by: int) -> Pending:
-        """Send a part ``by`` places up the ring and get the one from as far down it."""
+        """Send a part `by` places up the ring and get the one from as far down it."""
         sent, got = [0] * self.size, [0] * self.size
         sent[self._in_ring(self.ring_rank + by)] = part.numel()
         got[self._in_ring(self.ring_rank - by)] = part.numel()

@@ -40,18 +40,18 @@ Batch = dict[str, torch.Tensor]
 
 
 def pad_batch(batch: Batch, divisor: int) -> Batch:
-    """Copy a batch's sequence entries, padded at the end to a multiple of ``divisor``.
+    """Copy a batch's sequence entries, padded at the end to a multiple of `divisor`.
 
     Args:
-        batch: ``tokens`` [b, s] and optionally ``labels``, ``input_pos`` and others [b, s, ...]; entries
-            without a sequence are left out. Without ``input_pos`` the positions 0 .. s-1 are added.
+        batch: `tokens` [b, s] and optionally `labels`, `input_pos` and others [b, s, ...]; entries
+            without a sequence are left out. Without `input_pos` the positions 0 .. s-1 are added.
         divisor: What the length must divide by.
 
     Returns:
         New contiguous tensors [b, L, ...]: labels padded with -100, positions counted on, others with 0.
 
     Raises:
-        UserError: See :func:`entries.check_entries`.
+        UserError: See `entries.check_entries`.
     """
     check_entries(batch)
     tokens = batch["tokens"]
@@ -76,7 +76,7 @@ def pad_batch(batch: Batch, divisor: int) -> Batch:
 
 
 def with_positions(batch: Batch, documents: tuple[Document, ...]) -> Batch:
-    """A whole batch with positions, which must be those that ``cu_seqlens`` describes where it has any.
+    """A whole batch with positions, which must be those that `cu_seqlens` describes where it has any.
 
     Args:
         batch: As given to the context.
@@ -116,18 +116,18 @@ def slices_of(
     """One rank's part of a batch of documents, and who holds what.
 
     A batch that says that it is cut already is only folded. A single rank keeps its rows, padded to a
-    multiple of ``multiple_of``; else the documents are one sequence [1, n], without the rows' padding.
+    multiple of `multiple_of`; else the documents are one sequence [1, n], without the rows' padding.
 
     Args:
-        batch: Accepted by :func:`entries.check_entries`.
+        batch: Accepted by `entries.check_entries`.
         cp: Context-parallel degree.
         rank: Whose part is wanted.
         mask: What is attended to within a document.
-        heads_split: How many ranks share an attention rank's tokens; divides ``cp``.
+        heads_split: How many ranks share an attention rank's tokens; divides `cp`.
         multiple_of: What the tokens of one rank are padded to a multiple of.
 
     Returns:
-        Entries [1, n, ...] (of a single rank [b, s, ...]), ``input_pos`` among them, and those without a
+        Entries [1, n, ...] (of a single rank [b, s, ...]), `input_pos` among them, and those without a
         sequence.
     """
     if SLICE_KEY in batch:
@@ -152,7 +152,7 @@ def slices_of(
 
 
 def _folded(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """A batch that is already cut, as one sequence ``[1, n]``, with positions."""
+    """A batch that is already cut, as one sequence `[1, n]`, with positions."""
     local = {key: batch[key].reshape(1, -1, *batch[key].shape[2:]) for key in cut_keys(batch)}
     expected = layout.positions(rank).to(batch["tokens"].device)[None]
     real = expected >= 0
@@ -169,7 +169,7 @@ def cut_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
     """Copy one rank's tokens out of a batch.
 
     Args:
-        batch: ``tokens`` and others [b, s, ...].
+        batch: `tokens` and others [b, s, ...].
         layout: Who holds what.
         rank: Whose part is wanted.
 
@@ -200,11 +200,11 @@ def restore(layout: Layout, slices: Sequence[torch.Tensor], dim: int) -> torch.T
 
     Args:
         layout: Who holds what.
-        slices: By rank, ``[rows, .., n / rows, ..]`` with the sequence at ``dim``.
+        slices: By rank, `[rows, .., n / rows, ..]` with the sequence at `dim`.
         dim: Not 0.
 
     Returns:
-        ``[b, .., s, ..]``, without the padding that the cut needed.
+        `[b, .., s, ..]`, without the padding that the cut needed.
     """
     b, s = layout.shape
     index = layout.indices.flatten().to(slices[0].device)
@@ -236,7 +236,7 @@ def _slices(
 
 
 def _with_ends(batch: Batch) -> tuple[Batch, list[int]]:
-    """A batch with ``cu_seqlens`` and ``cu_seqlens_padded``, and which of those are not empty."""
+    """A batch with `cu_seqlens` and `cu_seqlens_padded`, and which of those are not empty."""
     documents = documents_of(batch)
     batch = with_positions(batch, documents)
     ends = batch.get("cu_seqlens")
@@ -259,15 +259,15 @@ def balanced_slices(batch: Batch, cp: int, mask: AttentionMask) -> list[Batch]:
     """Cut a batch for all ranks by the work that its documents are.
 
     Args:
-        batch: The whole batch of any collate function, ``tokens`` [b, s] and others. Padding behind the last
-            document, where ``cu_seqlens_padded`` ends before the batch does, makes slices longer accordingly:
+        batch: The whole batch of any collate function, `tokens` [b, s] and others. Padding behind the last
+            document, where `cu_seqlens_padded` ends before the batch does, makes slices longer accordingly:
             a collate function that pads to one length gets slices of few lengths.
         cp: Context-parallel degree.
         mask: What the work is counted for.
 
     Returns:
-        By rank: the entries [1, n, ...], those without a sequence, ``cu_seqlens`` and ``cu_seqlens_padded``
-        of the whole batch, and the entry by which ``context_parallel`` knows that the batch is cut.
+        By rank: the entries [1, n, ...], those without a sequence, `cu_seqlens` and `cu_seqlens_padded`
+        of the whole batch, and the entry by which `context_parallel` knows that the batch is cut.
 
     Raises:
         UserError: Malformed entries.
@@ -282,21 +282,21 @@ def balanced_slices(batch: Batch, cp: int, mask: AttentionMask) -> list[Batch]:
 
 
 def cut_for_ranks(batch: Batch, cp: int) -> list[Batch]:
-    """Cut a batch document by document: rank r gets chunks r and ``2 cp - 1 - r`` of ``2 cp`` of each.
+    """Cut a batch document by document: rank r gets chunks r and `2 cp - 1 - r` of `2 cp` of each.
 
     Args:
-        batch: The whole batch: ``tokens`` and every other entry [b, s, ...] is cut, those without a sequence
-            go to all ranks. Documents must be padded one by one to multiples of ``2 x cp``
-            (``cu_seqlens_padded``); without ``cu_seqlens`` every row is one document, and is padded here.
+        batch: The whole batch: `tokens` and every other entry [b, s, ...] is cut, those without a sequence
+            go to all ranks. Documents must be padded one by one to multiples of `2 x cp`
+            (`cu_seqlens_padded`); without `cu_seqlens` every row is one document, and is padded here.
         cp: Context-parallel degree.
 
     Returns:
         By rank: a batch of the same entries, those that were cut [b, s / cp], in the order of the documents,
-        padding included; ready for ``context_parallel``.
+        padding included; ready for `context_parallel`.
 
     Raises:
-        UserError: Packed rows (``seq_lens``), malformed entries, or documents whose padded length does not
-            divide by ``2 x cp``.
+        UserError: Packed rows (`seq_lens`), malformed entries, or documents whose padded length does not
+            divide by `2 x cp`.
     """
     check_entries(batch)
     divisor = 2 * cp if cp > 1 else 1

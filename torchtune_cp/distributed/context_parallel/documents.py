@@ -26,15 +26,15 @@ class Document:
 
 
 def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
-    """Read the documents off a batch: ``seq_lens`` or ``cu_seqlens``, or else every row as one document.
+    """Read the documents off a batch: `seq_lens` or `cu_seqlens`, or else every row as one document.
 
     Args:
-        batch: ``tokens`` [b, s] and for packed rows ``seq_lens`` [b, most documents in a row], integers:
+        batch: `tokens` [b, s] and for packed rows `seq_lens` [b, most documents in a row], integers:
             the lengths of the documents in order, from position 0 of each row, filled up with 0. What
             lies behind the last document of a row is padding. Or, for documents that are padded one by
-            one, ``cu_seqlens`` and ``cu_seqlens_padded`` [documents + 1], integers: where each ends, with
+            one, `cu_seqlens` and `cu_seqlens_padded` [documents + 1], integers: where each ends, with
             the rows laid end to end, counted without and with the padding behind it; both begin with 0.
-            Without ``cu_seqlens_padded`` there is no padding.
+            Without `cu_seqlens_padded` there is no padding.
 
     Returns:
         The documents in order, empty ones left out.
@@ -74,7 +74,7 @@ def documents_of(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
 
 
 def _padded_documents(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
-    """What ``cu_seqlens`` describes of a whole batch."""
+    """What `cu_seqlens` describes of a whole batch."""
     total = batch["tokens"].numel()
     ends = batch.get("cu_seqlens")
     if ends is None:
@@ -108,7 +108,7 @@ def _padded_documents(batch: dict[str, torch.Tensor]) -> tuple[Document, ...]:
 def document_positions(
     documents: tuple[Document, ...], shape: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """Positions that restart with each document, ``[b, s]`` int64; -1 on padding."""
+    """Positions that restart with each document, `[b, s]` int64; -1 on padding."""
     positions = np.full(shape[0] * shape[1], -1, dtype=np.int64)
     for document in documents:
         end = document.offset + document.length
@@ -117,14 +117,14 @@ def document_positions(
 
 
 def _earlier_pairs(upto: int, reach: int | None) -> int:
-    """Pairs of the first ``upto`` queries of a document with themselves and earlier keys."""
+    """Pairs of the first `upto` queries of a document with themselves and earlier keys."""
     if reach is None or upto <= reach:
         return upto * (upto + 1) // 2
     return reach * (reach + 1) // 2 + (upto - reach) * reach
 
 
 def attention_pairs(start: int, stop: int, length: int, mask: AttentionMask) -> int:
-    """Count the pairs of the queries at ``start`` to ``stop - 1`` of a document with its keys.
+    """Count the pairs of the queries at `start` to `stop - 1` of a document with its keys.
 
     Args:
         start: First position.

@@ -8,7 +8,7 @@ import torch
 
 from torchtune_cp.errors import UserError
 
-#: The entries that have the shape of ``tokens``.
+#: The entries that have the shape of `tokens`.
 SEQUENCE_KEYS = ("tokens", "labels", "input_pos", "token_dropout_scale")
 #: What makes a batch one rank's slices: says what every rank holds of the whole batch, see `layout`.
 SLICE_KEY = "slice_layout"
@@ -32,7 +32,7 @@ _OTHER_NAMES = {
 
 
 def check_entries(batch: dict[str, torch.Tensor]) -> None:
-    """Refuse a batch without ``tokens``, and entries that would be cut wrongly or not at all.
+    """Refuse a batch without `tokens`, and entries that would be cut wrongly or not at all.
 
     Raises:
         UserError: Naming the entry.
@@ -85,10 +85,10 @@ def _check_shape(key: str, entry: torch.Tensor, tokens: torch.Tensor) -> None:
 
 
 def cut_keys(batch: dict[str, torch.Tensor]) -> list[str]:
-    """The entries that are cut: ``tokens`` and all others ``[batch, seq, ...]``.
+    """The entries that are cut: `tokens` and all others `[batch, seq, ...]`.
 
     Args:
-        batch: Accepted by :func:`check_entries`.
+        batch: Accepted by `check_entries`.
     """
     shape = batch["tokens"].shape
     return [
@@ -105,5 +105,5 @@ def other_entries(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def spread(mask: torch.Tensor, like: Any) -> torch.Tensor:
-    """A mask over the first dimension of ``like``, shaped so that it broadcasts over the others."""
+    """A mask over the first dimension of `like`, shaped so that it broadcasts over the others."""
     return mask.view(-1, *[1] * (like.ndim - 1))

@@ -1,6 +1,6 @@
 """Attention under a mask that the model gives as a function, as FlexAttention takes it.
 
-Documents, causality and windows are tiles; a ``mask_mod`` can be anything, such as chunked attention. Keys
+Documents, causality and windows are tiles; a `mask_mod` can be anything, such as chunked attention. Keys
 and values are gathered; on CUDA FlexAttention skips the blocks that the mask leaves empty, elsewhere the
 mask is written out: slow, but the same function with the same result, so that it can be tried anywhere.
 
@@ -151,7 +151,7 @@ class MaskModAttention:
         Args:
             query: [1, h, n, d].
             key: [1, g, n, d].
-            value: As ``key``.
+            value: As `key`.
             scale: Of the scores.
 
         Returns:

@@ -20,9 +20,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 class KeysAndValues:
-    """The keys and values of a chunk, while ``uses`` chunks of query heads meet them in turn.
+    """The keys and values of a chunk, while `uses` chunks of query heads meet them in turn.
 
-    All of one pass: either :meth:`attend` is called ``uses`` times, or :meth:`gradients` is. For use
+    All of one pass: either `attend` is called `uses` times, or `gradients` is. For use
     without autograd.
     """
 
@@ -33,13 +33,13 @@ class KeysAndValues:
 
         Args:
             key: [1, g, n, d].
-            value: As ``key``.
+            value: As `key`.
             uses: How many chunks of query heads there are for them.
             ranks: P, as the heads were divided.
             mask: What is attended to within a document.
 
         Raises:
-            RuntimeError: No context is active that was entered with ``head_chunks`` among its options, or it
+            RuntimeError: No context is active that was entered with `head_chunks` among its options, or it
                 shares the heads among another number of ranks.
         """
         self._parts, self._rank = active_batch().heads_split
@@ -76,7 +76,7 @@ class KeysAndValues:
             scale: Of the scores.
 
         Returns:
-            The output [1, h, n, d] and what :meth:`gradients` needs besides: the logsumexp, of this rank's
+            The output [1, h, n, d] and what `gradients` needs besides: the logsumexp, of this rank's
             heads [1, h / P, n P].
         """
         query = self._meet(query)
@@ -97,7 +97,7 @@ class KeysAndValues:
 
         Args:
             grad_out: [1, h, n, d].
-            query: As given to :meth:`attend`, in the same order of chunks.
+            query: As given to `attend`, in the same order of chunks.
             out: From there.
             logsumexp: From there.
             scale: As there.

@@ -19,7 +19,7 @@ def ulysses_degree(cp: int, num_heads: int, num_kv_heads: int, wanted: int | Non
         cp: Context-parallel degree.
         num_heads: Query heads (of one tensor-parallel rank).
         num_kv_heads: KV heads, likewise.
-        wanted: ``context_parallel_ulysses_dim``. None takes the largest divisor of ``cp`` by which both
+        wanted: `context_parallel_ulysses_dim`. None takes the largest divisor of `cp` by which both
             kinds of heads can be split, so that no KV head is sent twice; where only 1 is, the largest
             that splits the query heads.
 
@@ -43,7 +43,7 @@ class HeadChunks:
         ranks: Ranks that share the heads; 1 where every rank has all of them.
         chunks: Of the query heads. Chunk c has the c-th part of each rank's own heads, so that within a
             chunk, too, the first rank's come first and every rank gets equally many.
-        kv_chunks: Of the KV heads, likewise. Each serves ``chunks / kv_chunks`` chunks of query heads,
+        kv_chunks: Of the KV heads, likewise. Each serves `chunks / kv_chunks` chunks of query heads,
             one after the other.
     """
 
@@ -56,10 +56,10 @@ class HeadChunks:
         """Divide a model's heads.
 
         Args:
-            chunks: ``attention_head_chunks``.
+            chunks: `attention_head_chunks`.
             num_heads: Query heads.
             num_kv_heads: KV heads.
-            ranks: Ranks that share the heads; divides ``num_heads``.
+            ranks: Ranks that share the heads; divides `num_heads`.
 
         Raises:
             UserError: Some chunk's query heads would not use its KV heads evenly.
@@ -84,7 +84,7 @@ class HeadChunks:
 
     @staticmethod
     def possible(num_heads: int, num_kv_heads: int, ranks: int = 1) -> list[int]:
-        """The numbers of chunks that a model's heads can be done in; arguments as of :meth:`of`."""
+        """The numbers of chunks that a model's heads can be done in; arguments as of `of`."""
         own, own_kv = num_heads // ranks, max(num_kv_heads // ranks, 1)
         return [
             c for c in range(1, own + 1) if own % c == 0 and (c % own_kv == 0 or own_kv % c == 0)
@@ -99,17 +99,17 @@ class HeadChunks:
         """The part of one chunk of query heads.
 
         Args:
-            tensor: With the query heads at ``dim``; each may be several places there.
+            tensor: With the query heads at `dim`; each may be several places there.
             chunk: Which.
             dim: Not negative.
 
         Returns:
-            A view with two dimensions in place of ``dim``: ranks, and what each has of the chunk.
+            A view with two dimensions in place of `dim`: ranks, and what each has of the chunk.
         """
         return tensor.unflatten(dim, (self.ranks, self.chunks, -1)).select(dim + 1, chunk)
 
     def keys(self, tensor: torch.Tensor, chunk: int, dim: int) -> torch.Tensor:
-        """As :meth:`queries`, of one chunk of KV heads."""
+        """As `queries`, of one chunk of KV heads."""
         # One chunk is all of them; then they may be fewer than the ranks.
         ranks = self.ranks if self.kv_chunks > 1 else 1
         return tensor.unflatten(dim, (ranks, self.kv_chunks, -1)).select(dim + 1, chunk)
@@ -127,7 +127,7 @@ class HeadSplit:
 
         Args:
             grid: This rank's place.
-            query_heads: Of the model (or of this tensor-parallel rank); a multiple of ``grid.heads_split``.
+            query_heads: Of the model (or of this tensor-parallel rank); a multiple of `grid.heads_split`.
             kv_heads: Likewise.
         """
         self._grid = grid
@@ -179,7 +179,7 @@ class HeadSplit:
         """Exchange heads of all tokens for tokens of all heads; a head that several had is added up.
 
         Args:
-            tensors: As :meth:`give` returns them, or their gradients.
+            tensors: As `give` returns them, or their gradients.
 
         Returns:
             Each as [1, heads, n, d], the heads of a token side by side in memory.

@@ -118,20 +118,20 @@ class CpuFlashCall(Call):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Call.forward`."""
+        """See `Call.forward`."""
         return torch_private.flash_for_cpu(
             query, key, value, self._causal, self._mask(query), scale
         )
 
     def backward(self, given: Backward) -> Gradients:
-        """See :meth:`Call.backward`."""
+        """See `Call.backward`."""
         return torch_private.flash_for_cpu_backward(given, self._causal, self._mask(given.query))
 
 
 class PlainCall(Call):
     """Plain operators on one tile, for devices and precisions without a fitting kernel.
 
-    Holds the scores of the tile, so tiles are cut to at most ``MOST_QUERIES`` queries.
+    Holds the scores of the tile, so tiles are cut to at most `MOST_QUERIES` queries.
     """
 
     MOST_QUERIES = 512
@@ -156,7 +156,7 @@ class PlainCall(Call):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Call.forward`."""
+        """See `Call.forward`."""
         _, _, scores = self._scores(query, key, scale)
         logsumexp = scores.logsumexp(-1)
         weights = (scores - logsumexp.unsqueeze(-1)).exp()
@@ -164,7 +164,7 @@ class PlainCall(Call):
         return out.flatten(0, 1)[None].to(query.dtype), logsumexp.flatten(0, 1)[None]
 
     def backward(self, given: Backward) -> Gradients:
-        """See :meth:`Call.backward`."""
+        """See `Call.backward`."""
         grad_out, query, key, value, out, logsumexp, scale = given
         grouped, keys, scores = self._scores(query, key, scale)
         groups = (key.size(1), -1)
@@ -200,13 +200,13 @@ class VarlenCall(Call):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Call.forward`."""
+        """See `Call.forward`."""
         q, k, v = (_tokens_first(t) for t in (query, key, value))
         out, logsumexp = torch_private.flash_varlen(q, k, v, *self._sizes, *self._limits, scale)
         return out.transpose(0, 1)[None], logsumexp[None]
 
     def backward(self, given: Backward) -> Gradients:
-        """See :meth:`Call.backward`."""
+        """See `Call.backward`."""
         tokens_first = Backward._make(
             (*map(_tokens_first, given[:5]), given.logsumexp[0].contiguous(), given.scale)
         )
@@ -265,7 +265,7 @@ def calls_of(tiles: Sequence[Tile], device: torch.device, dtype: torch.dtype) ->
     """Choose the kernel calls that do some tiles.
 
     Args:
-        tiles: From :func:`tiles.tiles_of`.
+        tiles: From `tiles.tiles_of`.
         device: Where the queries are.
         dtype: Theirs.
     """

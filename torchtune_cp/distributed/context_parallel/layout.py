@@ -41,7 +41,7 @@ _REMEMBERED = 16
 
 
 def padded_length(seq_len: int, divisor: int) -> int:
-    """Return the smallest multiple of ``divisor`` that is at least ``seq_len``."""
+    """Return the smallest multiple of `divisor` that is at least `seq_len`."""
     return -(-seq_len // divisor) * divisor
 
 
@@ -51,7 +51,7 @@ class Layout:
 
     Attributes:
         documents: The documents of the batch.
-        shape: ``(b, s)`` of the batch.
+        shape: `(b, s)` of the batch.
         mask: What the ranks' work is counted for.
         pieces: What each attention rank holds: those of split documents first.
         heads_split: How many context-parallel ranks share what one attention rank holds, consecutive
@@ -177,14 +177,14 @@ def balanced_layout(
     multiple_of: int = 1,
     at_least: int = 1,
 ) -> Layout:
-    """Give a batch's documents to the ranks by the work that they are; see :func:`assignment.assign`.
+    """Give a batch's documents to the ranks by the work that they are; see `assignment.assign`.
 
     Args:
-        documents: From :func:`documents.documents_of`.
-        shape: ``(b, s)`` of the batch.
+        documents: From `documents.documents_of`.
+        shape: `(b, s)` of the batch.
         cp: Context-parallel degree.
         mask: What is attended to within a document.
-        heads_split: How many ranks share an attention rank's tokens; divides ``cp``.
+        heads_split: How many ranks share an attention rank's tokens; divides `cp`.
         multiple_of: What the tokens of one rank are padded to a multiple of.
         at_least: And to at least so many. An empty batch still goes through the model: the other
             data-parallel ranks wait for this one.
@@ -204,8 +204,8 @@ def whole_layout(
     """A single rank that keeps its rows as they are, padding included.
 
     Args:
-        documents: From :func:`documents.documents_of`.
-        shape: ``(b, s)`` of the batch.
+        documents: From `documents.documents_of`.
+        shape: `(b, s)` of the batch.
         mask: What is attended to within a document.
     """
     pieces = tuple(Piece(number, 0, d.length) for number, d in enumerate(documents))
@@ -228,22 +228,22 @@ def even_layout(
 ) -> Layout:
     """The same parts of every padded document, one document behind the other.
 
-    A causal mask gives late positions more work than early ones. Cut into ``2 cp`` chunks, rank r takes chunk
-    r and chunk ``2 cp - 1 - r`` (as in Llama 3, arXiv 2407.21783, section 3.3.2). So it is for bidirectional
-    attention over documents; whole rows of it (``seq_len``) are cut into ``cp`` chunks, as torch's ring does.
+    A causal mask gives late positions more work than early ones. Cut into `2 cp` chunks, rank r takes chunk
+    r and chunk `2 cp - 1 - r` (as in Llama 3, arXiv 2407.21783, section 3.3.2). So it is for bidirectional
+    attention over documents; whole rows of it (`seq_len`) are cut into `cp` chunks, as torch's ring does.
 
     Padding at the end of a document stands between the documents on the ranks that hold it, and belongs to
     none of them: nothing attends to it.
 
     Args:
         lengths: Tokens of each document without its padding.
-        padded: Tokens of each document with it, multiples of ``2 cp`` (of 1 with ``cp`` 1).
-        shape: ``(b, s)`` of the whole padded batch, whose rows laid end to end are the padded documents,
+        padded: Tokens of each document with it, multiples of `2 cp` (of 1 with `cp` 1).
+        shape: `(b, s)` of the whole padded batch, whose rows laid end to end are the padded documents,
             possibly with more padding behind the last, whose consecutive parts are given out.
         cp: Context-parallel degree.
         mask: What is attended to within a document.
         rows: In how many rows a rank holds its part.
-        seq_len: See :class:`Layout`.
+        seq_len: See `Layout`.
 
     Raises:
         ValueError: A length that does not divide.
@@ -287,7 +287,7 @@ def ring_layout(shape: tuple[int, int], padded: int, cp: int, *, is_causal: bool
     """Every row cut the same way, whatever it holds: what torch's ring attention takes.
 
     Args:
-        shape: ``(b, s)`` before padding.
+        shape: `(b, s)` before padding.
         padded: Tokens of a row with padding, which counts as part of its row.
         cp: Context-parallel degree.
         is_causal: Head-tail order, or consecutive parts.
@@ -303,10 +303,10 @@ def slice_table(layout: Layout, numbers: Sequence[int] | None = None) -> torch.T
 
     Args:
         layout: Without shared heads.
-        numbers: Which of the batch's ``cu_seqlens`` each document is; None: all are in the layout.
+        numbers: Which of the batch's `cu_seqlens` each document is; None: all are in the layout.
 
     Returns:
-        int64 [1 + pieces, 5]: ``(cp, n, b, s, rows)``, then of each piece rank, document, first position, one
+        int64 [1 + pieces, 5]: `(cp, n, b, s, rows)`, then of each piece rank, document, first position, one
         behind the last, and its place among the rank's tokens.
     """
     rows: list[Iterable[int]] = [(layout.ranks, layout.length, *layout.shape, layout.rows)]
@@ -324,12 +324,12 @@ def layout_of_slices(
     """Read off one rank's slices who holds what.
 
     Args:
-        batch: ``tokens`` of n elements, the whole batch's ``cu_seqlens`` and ``cu_seqlens_padded`` [documents
+        batch: `tokens` of n elements, the whole batch's `cu_seqlens` and `cu_seqlens_padded` [documents
             + 1] (where each document ends without and with the padding behind it), and what
-            :func:`slice_table` gave.
+            `slice_table` gave.
         cp: Context-parallel degree.
         mask: What is attended to within a document.
-        heads_split: See :class:`Layout`.
+        heads_split: See `Layout`.
 
     Raises:
         UserError: Entries are missing or do not fit each other, or slices for other ranks.

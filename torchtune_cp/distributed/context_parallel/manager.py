@@ -35,8 +35,8 @@ class LocalBatch(dict[str, torch.Tensor]):
     """One rank's slices of a batch, and who holds what of it.
 
     Attributes:
-        layout: To be given to :func:`unshard` and to :func:`balance.attention_imbalance`.
-        attention_pairs: See :func:`balance.attention_work`.
+        layout: To be given to `unshard` and to `balance.attention_imbalance`.
+        attention_pairs: See `balance.attention_work`.
         backend: How attention is distributed, and why so.
     """
 
@@ -66,39 +66,39 @@ def context_parallel(
     """Cut a batch along the sequence and distribute attention over the context-parallel ranks.
 
     Must enclose the forward AND the backward pass: attention's backward talks to the other ranks too.
-    Inside it, every :func:`torchtune_cp.attention.attention` and ``F.scaled_dot_product_attention`` attends
-    over all ranks of ``cp_mesh``, each token within its document; all ranks of the mesh must enter it
+    Inside it, every `torchtune_cp.attention.attention` and `F.scaled_dot_product_attention` attends
+    over all ranks of `cp_mesh`, each token within its document; all ranks of the mesh must enter it
     with the same batch, or each with its slices from one data loader.
 
-    A batch is documents: those that it marks, or else its rows. Whole rows with ``method="ring"`` go through
-    torch's ring, see :func:`backends.choose_backend`: any length is accepted, and padded with labels of -100.
-    Everything else is laid out by documents: they come as one sequence ``[1, n]``, the rows' padding is
+    A batch is documents: those that it marks, or else its rows. Whole rows with `method="ring"` go through
+    torch's ring, see `backends.choose_backend`: any length is accepted, and padded with labels of -100.
+    Everything else is laid out by documents: they come as one sequence `[1, n]`, the rows' padding is
     dropped, and each rank's part is filled up to the longest one.
 
     Args:
         cp_mesh: One-dimensional mesh of the ranks that share each sequence; None, or of size 1, yields
-            the whole batch, padded only if ``pad_to_multiple_of`` asks for it. Documents and windows are
+            the whole batch, padded only if `pad_to_multiple_of` asks for it. Documents and windows are
             kept there, too.
-        batch: ``tokens`` [b, s] and optionally ``labels`` (already shifted), ``input_pos`` [b, s], and for
-            packed rows ``seq_lens`` [b, most documents] or ``cu_seqlens`` [documents + 1], see
-            :func:`documents.documents_of`. Other entries [b, s, ...] are cut with them; those without a
+        batch: `tokens` [b, s] and optionally `labels` (already shifted), `input_pos` [b, s], and for
+            packed rows `seq_lens` [b, most documents] or `cu_seqlens` [documents + 1], see
+            `documents.documents_of`. Other entries [b, s, ...] are cut with them; those without a
             dimension of s go to all ranks. It is left as it is: what is yielded are copies. A batch of
-            ``create_cp_dataloader`` is this rank's slices already, and says so itself.
+            `create_cp_dataloader` is this rank's slices already, and says so itself.
         is_causal: Whether the model's attention is causal. Decides the layout.
-        rotate_method: How keys and values reach the other ranks in a ring: ``"allgather"`` (one
-            collective, then all of them in memory) or ``"alltoall"`` (one rank's at a time).
-        method: ``"ring"`` (keys and values pass by, rank by rank), ``"allgather"`` (they are gathered
-            first) or ``"ulysses"`` (an all-to-all gives each rank all tokens of some heads).
+        rotate_method: How keys and values reach the other ranks in a ring: `"allgather"` (one
+            collective, then all of them in memory) or `"alltoall"` (one rank's at a time).
+        method: `"ring"` (keys and values pass by, rank by rank), `"allgather"` (they are gathered
+            first) or `"ulysses"` (an all-to-all gives each rank all tokens of some heads).
         options: Everything that is rarer.
 
     Yields:
-        A dict with this rank's slices, ``input_pos`` among them: a model must take its rotary positions
-        from it. With several ranks, or documents, its attribute ``layout`` says who holds what.
+        A dict with this rank's slices, `input_pos` among them: a model must take its rotary positions
+        from it. With several ranks, or documents, its attribute `layout` says who holds what.
 
     Raises:
         UserError: An unknown method, a mesh of several dimensions, options that do not fit, a malformed
-            batch, entries that cannot be cut or are named as in other libraries (``attention_mask``,
-            ``position_ids``), slices cut for other ranks, or a bidirectional row that would need padding.
+            batch, entries that cannot be cut or are named as in other libraries (`attention_mask`,
+            `position_ids`), slices cut for other ranks, or a bidirectional row that would need padding.
         RuntimeError: Entered inside another context-parallel region.
     """
     if is_distributed():
@@ -145,19 +145,19 @@ def unshard(
 
     Args:
         local: This rank's slice, for example logits [b, n, vocab].
-        cp_mesh: The mesh given to :func:`context_parallel`.
-        layout: The ``layout`` of the batch that :func:`context_parallel` yielded.
-        seq_len: In place of ``layout``, for a batch without documents that was cut by the ring: length
+        cp_mesh: The mesh given to `context_parallel`.
+        layout: The `layout` of the batch that `context_parallel` yielded.
+        seq_len: In place of `layout`, for a batch without documents that was cut by the ring: length
             of the sequence before padding.
-        is_causal: With ``seq_len``: as given to :func:`context_parallel`.
-        dim: The sequence dimension of ``local``; dimension 0 has the rows.
+        is_causal: With `seq_len`: as given to `context_parallel`.
+        dim: The sequence dimension of `local`; dimension 0 has the rows.
 
     Returns:
         The whole sequence, for example [b, seq_len, vocab], on every rank, without the padding; 0 where
         the rows of a packed batch have padding.
 
     Raises:
-        UserError: Neither ``layout`` nor ``seq_len``.
+        UserError: Neither `layout` nor `seq_len`.
     """
     if cp_mesh is None or cp_mesh.size() == 1:
         return local

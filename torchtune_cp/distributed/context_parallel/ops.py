@@ -1,6 +1,6 @@
 """Attention by documents as operators of torch, and the function through which models reach them.
 
-They are opaque to ``torch.compile``, which keeps a layer in one graph whatever the batch looks like, and one
+They are opaque to `torch.compile`, which keeps a layer in one graph whatever the batch looks like, and one
 unit to selective activation checkpointing, which can keep the output of attention as a whole. What they
 do depends on the batch, so they look it up in the region that is active when they run.
 
@@ -63,7 +63,7 @@ def attend(
     chunk: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`torch.ops.torchtune_cp.attention` does."""
+    """What `torch.ops.torchtune_cp.attention` does."""
     attention = active_batch().under(AttentionMask(is_causal, window, chunk))
     tokens = query.size(0) * query.size(2)
     if tokens != attention.schedule.length:
@@ -89,7 +89,7 @@ def attend_backward(
     window: int | None,
     chunk: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`torch.ops.torchtune_cp.attention_backward` does."""
+    """What `torch.ops.torchtune_cp.attention_backward` does."""
     folded = map(_one_sequence, (grad_out, query, key, value, out))
     attention = active_batch().under(AttentionMask(is_causal, window, chunk))
     grads = attention.backward(Backward._make((*folded, logsumexp, scale)))
@@ -167,7 +167,7 @@ def _head_split(query_heads: int, kv_heads: int) -> HeadSplit:
 def to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`torch.ops.torchtune_cp.to_heads` does: [1, h, n, d] to [1, h / parts, n parts, d]."""
+    """What `torch.ops.torchtune_cp.to_heads` does: [1, h, n, d] to [1, h / parts, n parts, d]."""
     q, k, v = _head_split(query.size(1), key.size(1)).give([query, key, value])
     return q, k, v
 
@@ -180,19 +180,19 @@ def to_heads_backward(
     kv_heads: int,
     parts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`torch.ops.torchtune_cp.to_heads_backward` does; copies of a KV head are added up."""
+    """What `torch.ops.torchtune_cp.to_heads_backward` does; copies of a KV head are added up."""
     q, k, v = _head_split(query_heads, kv_heads).take_back([grad_query, grad_key, grad_value])
     return q, k, v
 
 
 def to_tokens(out: torch.Tensor, parts: int) -> torch.Tensor:
-    """What :func:`torch.ops.torchtune_cp.to_tokens` does: [1, h / parts, n parts, d] to [1, h, n, d]."""
+    """What `torch.ops.torchtune_cp.to_tokens` does: [1, h / parts, n parts, d] to [1, h, n, d]."""
     heads = out.size(1) * parts
     return _head_split(heads, heads).take_back([out])[0]
 
 
 def to_tokens_backward(grad_out: torch.Tensor, parts: int) -> torch.Tensor:
-    """What :func:`torch.ops.torchtune_cp.to_tokens_backward` does."""
+    """What `torch.ops.torchtune_cp.to_tokens_backward` does."""
     return _head_split(grad_out.size(1), grad_out.size(1)).give([grad_out])[0]
 
 
@@ -293,7 +293,7 @@ def _under_function(
 
 @lru_cache
 def by_documents(parts: int, rank: int) -> Callable[..., torch.Tensor]:
-    """Make the attention of a region by documents; see :class:`torchtune_cp.attention.Region`.
+    """Make the attention of a region by documents; see `torchtune_cp.attention.Region`.
 
     Where ranks share the heads, as in DeepSpeed Ulysses (arXiv 2309.14509), an all-to-all gives each rank all
     tokens of its heads, a second one brings the outputs back. Where there are fewer KV heads than ranks,

@@ -40,19 +40,19 @@ def refuse(problems: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class ContextParallelOptions:
-    """The options of :func:`context_parallel` that few loops need.
+    """The options of `context_parallel` that few loops need.
 
     Attributes:
-        ulysses_dim: With ``method="ulysses"``: how many ranks share the heads, a divisor of the mesh's size;
+        ulysses_dim: With `method="ulysses"`: how many ranks share the heads, a divisor of the mesh's size;
             rings connect the ranks with the same heads. None for all of them.
         window: The model's sliding window, the smallest if its layers differ: a token attends to itself and
-            the ``window - 1`` before it (and behind it, where attention is bidirectional). Work is balanced
+            the `window - 1` before it (and behind it, where attention is bidirectional). Work is balanced
             for it. A model of this package says with each call what it wants; for a call of
-            ``F.scaled_dot_product_attention``, which cannot, it holds as well.
+            `F.scaled_dot_product_attention`, which cannot, it holds as well.
         chunk: Likewise the tokens of a chunk (chunked attention).
-        head_chunks: How layers with ``attention_head_chunks`` divide the heads.
-        mask_mod: With ``method="allgather"``: which keys of its document a query sees, as a function of row,
-            head, query position and key position, for other masks. It takes the place of ``is_causal``,
+        head_chunks: How layers with `attention_head_chunks` divide the heads.
+        mask_mod: With `method="allgather"`: which keys of its document a query sees, as a function of row,
+            head, query position and key position, for other masks. It takes the place of `is_causal`,
             which then is but the layout's. On CUDA through FlexAttention, elsewhere the mask is written out.
         pad_to_multiple_of: A further divisor of the padded length (2 x cp x tp with tensor parallelism).
         by_documents: Let attention by documents do also what would go through torch's ring.

@@ -3,9 +3,9 @@
 Made once a batch and mask, and used by every layer with that mask. Two schedules, both exact, on the same
 tiles:
 
-- ``ring``: step 0 attends to the rank's own keys and values, step i to those of the rank i places down the
+- `ring`: step 0 attends to the rank's own keys and values, step i to those of the rank i places down the
   ring, which travel meanwhile;
-- ``allgather``: keys and values of all ranks are put in the order of the documents first, so that a query
+- `allgather`: keys and values of all ranks are put in the order of the documents first, so that a query
   finds everything it sees side by side.
 
 Documents that one rank holds alone take part in step 0 only, and their keys and values do not travel.
@@ -52,16 +52,16 @@ class Schedule:
     Attributes:
         layout: Who holds what.
         mask: What is attended to within a document.
-        method: ``"ring"`` or ``"allgather"``.
+        method: `"ring"` or `"allgather"`.
         rank: The attention rank.
         length: Its tokens, padding included.
         travelling: Leading tokens whose keys and values go to the other ranks; 0 when none do.
-        steps: The tiles on the own keys and values; then by place down the ring, or (``allgather``) those
+        steps: The tiles on the own keys and values; then by place down the ring, or (`allgather`) those
             on the gathered ones.
         order: Where the tokens that the steps count through stand among the rank's own; None: they are in
             that order already.
-        document_order: ``allgather``: where the keys, then the values, of all split documents stand among
-            the rows of what was gathered, ``[ranks x 2 x travelling]`` rows; else None.
+        document_order: `allgather`: where the keys, then the values, of all split documents stand among
+            the rows of what was gathered, `[ranks x 2 x travelling]` rows; else None.
         kernels: Chooses the kernel calls that do some tiles.
     """
 
@@ -125,7 +125,7 @@ def make_schedule(
     Args:
         layout: Who holds what of the batch.
         mask: What is attended to within a document; need not be the one that the layout is balanced for.
-        method: ``"ring"`` or ``"allgather"``.
+        method: `"ring"` or `"allgather"`.
         rank: The attention rank to plan for.
         kernels: Chooses the kernel calls that do some tiles.
     """

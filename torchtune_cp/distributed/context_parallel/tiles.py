@@ -1,7 +1,7 @@
 """Which queries meet which keys, as rectangles that an attention kernel can do in one call.
 
 A tile's mask is written as flash attention writes it: with the last query aligned to the last key, query
-i of ``nq`` sees key j of ``nk`` where ``-left <= j - (i + nk - nq) <= right`` (None: no limit). Everything
+i of `nq` sees key j of `nk` where `-left <= j - (i + nk - nq) <= right` (None: no limit). Everything
 this project distributes comes out as such tiles: whole documents, chunks against earlier chunks, windows.
 """
 
@@ -151,7 +151,7 @@ def tiles_of(
 
 
 def visible(nq: int, nk: int, left: int | None, right: int | None) -> torch.Tensor:
-    """The mask of a tile written out, ``[nq, nk]`` bool, True where a query sees a key."""
+    """The mask of a tile written out, `[nq, nk]` bool, True where a query sees a key."""
     distance = torch.arange(nk) - (torch.arange(nq) + nk - nq)[:, None]
     seen = torch.ones(nq, nk, dtype=torch.bool)
     if left is not None:
@@ -189,7 +189,7 @@ def square_tiles(tile: Tile) -> list[Tile]:
         tile: Any tile.
 
     Returns:
-        Tiles that are full (no limits), square and causal (``nq == nk``, right 0, no left limit), or have
+        Tiles that are full (no limits), square and causal (`nq == nk`, right 0, no left limit), or have
         a left limit or an odd right one and need their mask written out: few and of few shapes.
     """
     if tile.left is None and tile.right is None:

@@ -25,7 +25,7 @@ from torchtune_cp.attention import active_region, other_kind
 
 aten = torch.ops.aten
 
-#: Along which dimension of q, k, v ``[batch, heads, seq, head_dim]`` context parallelism cuts.
+#: Along which dimension of q, k, v `[batch, heads, seq, head_dim]` context parallelism cuts.
 SEQ_DIM = 2
 
 
@@ -154,15 +154,15 @@ def flash_for_cpu(
     """The CPU kernel; few KV heads are fine, causal is aligned at the first query and key.
 
     Args:
-        query: ``[1, heads, nq, head_dim]``, any strides.
-        key: ``[1, kv_heads, nk, head_dim]``.
-        value: As ``key``.
+        query: `[1, heads, nq, head_dim]`, any strides.
+        key: `[1, kv_heads, nk, head_dim]`.
+        value: As `key`.
         is_causal: Give no bias then.
-        bias: ``[nq, nk]`` in the dtype of ``query``, added to the scores; -inf masks.
+        bias: `[nq, nk]` in the dtype of `query`, added to the scores; -inf masks.
         scale: Of the scores.
 
     Returns:
-        The output, like ``query``, and the logsumexp ``[1, heads, nq]`` (float64 for it, else float32).
+        The output, like `query`, and the logsumexp `[1, heads, nq]` (float64 for it, else float32).
     """
     out: tuple[torch.Tensor, torch.Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=bias, scale=scale
@@ -173,7 +173,7 @@ def flash_for_cpu(
 def flash_for_cpu_backward(
     given: Backward, is_causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of :func:`flash_for_cpu`; output and logsumexp may be those over more keys."""
+    """Backward of `flash_for_cpu`; output and logsumexp may be those over more keys."""
     *tensors, scale = given
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
         aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -198,9 +198,9 @@ def flash_varlen(
     """Flash attention on CUDA over many segments; masks are aligned at the last query and key.
 
     Args:
-        query: ``[queries, heads, head_dim]``, float16 or bfloat16.
-        key: ``[keys, kv_heads, head_dim]``.
-        value: As ``key``.
+        query: `[queries, heads, head_dim]`, float16 or bfloat16.
+        key: `[keys, kv_heads, head_dim]`.
+        value: As `key`.
         cu_q: Where the segments' queries begin, and their end, int32.
         cu_k: Likewise for keys.
         max_q: Most queries in a segment.
@@ -210,7 +210,7 @@ def flash_varlen(
         scale: Of the scores.
 
     Returns:
-        The output and the logsumexp ``[heads, queries]``, float32.
+        The output and the logsumexp `[heads, queries]`, float32.
     """
     out, logsumexp, *_ = aten._flash_attention_forward(
         query,
@@ -239,7 +239,7 @@ def flash_varlen_backward(
     left: int | None,
     right: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Backward of :func:`flash_varlen`; output and logsumexp may be those over more keys."""
+    """Backward of `flash_varlen`; output and logsumexp may be those over more keys."""
     *tensors, scale = given
     # Without dropout no random state is read, but the operator wants the tensors.
     no_state = torch.zeros(2, dtype=torch.uint64, device=given.query.device)
@@ -352,7 +352,7 @@ def keep_kv(logsumexp: torch.Tensor, gathered: torch.Tensor) -> None:
 
 
 def take_kept_kv(logsumexp: torch.Tensor) -> torch.Tensor | None:
-    """Give what :func:`keep_kv` kept, once; None if it kept nothing."""
+    """Give what `keep_kv` kept, once; None if it kept nothing."""
     return _kept_kv.take(logsumexp)
 
 
@@ -401,10 +401,10 @@ for _op, _handler in list(cp_impl.custom_ops.items()):
 
 
 def keep_gathered_kv(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let attention inside ``forward`` keep the gathered keys and values for its backward.
+    """Let attention inside `forward` keep the gathered keys and values for its backward.
 
     Costs the memory of the whole sequence's KV until then, saves gathering it again. Has an effect
-    under context parallelism with the rotate method ``allgather``, in eager mode.
+    under context parallelism with the rotate method `allgather`, in eager mode.
 
     Args:
         forward: Called with gradients on; what backward calls of it again keeps nothing.
@@ -472,16 +472,16 @@ def _ring(torch_sdpa: Callable[..., torch.Tensor], causal_layout: bool) -> Calla
 def ring_attention(
     mesh: DeviceMesh, device: torch.device, *, load_balance: bool, rotate_method: str
 ) -> Generator[Callable[..., torch.Tensor], None, None]:
-    """Enter torch's ``context_parallel`` with its module-level options set, and put back afterwards.
+    """Enter torch's `context_parallel` with its module-level options set, and put back afterwards.
 
     Args:
         mesh: One-dimensional context-parallel mesh.
         device: Where the batch is.
         load_balance: Head-tail order (causal attention) or consecutive slices (bidirectional).
-        rotate_method: ``"allgather"`` or ``"alltoall"``.
+        rotate_method: `"allgather"` or `"alltoall"`.
 
     Yields:
-        The attention of :class:`torchtune_cp.attention.Region`, the same for every batch of a mesh.
+        The attention of `torchtune_cp.attention.Region`, the same for every batch of a mesh.
 
     Raises:
         RuntimeError: Entered inside torch's own context manager.
