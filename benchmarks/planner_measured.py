@@ -18,9 +18,10 @@ from torchtune_cp.checkpointing import FullModelHFCheckpointer
 from torchtune_cp.config import instantiate, to_typed
 from torchtune_cp.distributed import Meshes
 from torchtune_cp.planner.methods import BODIES, packs_documents
-from torchtune_cp.planner.simulate import host_memory_seen
+from torchtune_cp.planner.simulate import SeenHostMemory
 from torchtune_cp.planner.torch_private import offloading_copies
 from torchtune_cp.training import setup
+from torchtune_cp.training.memory.host import host_memory_from
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.step import causal_lm_step
 
@@ -138,7 +139,7 @@ def measured_steps(trees: list[Any], seq_len: int) -> list[dict[str, Any]]:
 def _measured(cfg: Any, seq_len: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(Watch())
-        stack.enter_context(host_memory_seen(lambda _: watch.on_host()))
+        stack.enter_context(host_memory_from(SeenHostMemory(lambda _: watch.on_host())))
         if cfg.fsdp_cpu_offload:
             # Between host and device FSDP copies by `.to(device)`, which does nothing where both are one.
             stack.enter_context(offloading_copies(lambda _: watch.on_host()))

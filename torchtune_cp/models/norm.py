@@ -1,5 +1,7 @@
 """Root mean square layer norm (https://arxiv.org/abs/1910.07467)."""
 
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -87,3 +89,20 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in the model's printout."""
         return f"{self.dim}, eps={self.eps}"
+
+
+@contextlib.contextmanager
+def rms_norm_from(
+    normalise: Callable[[RMSNorm, Tensor, Tensor], Tensor],
+) -> Generator[None, None, None]:
+    """Let RMS norms compute with another function for a while: `tune plan` has that of a GPU.
+
+    Args:
+        normalise: Takes a norm and the arguments of `RMSNorm.normalise`.
+    """
+    original = RMSNorm.normalise
+    RMSNorm.normalise = normalise  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        RMSNorm.normalise = original  # type: ignore[method-assign]

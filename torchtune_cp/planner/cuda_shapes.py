@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtune_cp.errors import UserError
-from torchtune_cp.models.norm import RMSNorm
+from torchtune_cp.models.norm import RMSNorm, rms_norm_from
 from torchtune_cp.planner.arithmetic import arguments
 
 aten = torch.ops.aten
@@ -100,14 +100,13 @@ def _fused_norm(self: RMSNorm, x: Tensor, scale: Tensor) -> Tensor:
 @contextlib.contextmanager
 def gpu_operators() -> Generator[None, None, None]:
     """Replace attention and RMS norm by what runs on a GPU."""
-    attention, normalise = F.scaled_dot_product_attention, RMSNorm.normalise
+    attention = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = scaled_dot_product_attention
-    RMSNorm.normalise = _fused_norm  # type: ignore[method-assign]
     try:
-        yield
+        with rms_norm_from(_fused_norm):
+            yield
     finally:
         F.scaled_dot_product_attention = attention
-        RMSNorm.normalise = normalise  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ from torchtune_cp.planner.torch_private import (
 )
 from torchtune_cp.planner.trace import Trace, rounded_when_pinned
 from torchtune_cp.planner.tracker import StepTracker
-from torchtune_cp.training.memory import host as host_memory
 from torchtune_cp.training.memory import tiling
+from torchtune_cp.training.memory.host import HostMemory, host_memory_from
 from torchtune_cp.training.nonfinite import step_totals
 from torchtune_cp.training.setup import build_model, build_optimizer, parallel_dims
 from torchtune_cp.training.step import causal_lm_step
@@ -114,45 +114,42 @@ def _batch(cfg: FullFinetuneConfig, seq_len: int) -> dict[str, Tensor]:
     }
 
 
-@contextlib.contextmanager
-def host_memory_seen(
-    on_host: Callable[[bool], contextlib.AbstractContextManager[None]],
-) -> Generator[None, None, None]:
-    """Enclose what the levers allocate and do on the host, and do it where it is given, in no thread.
+class SeenHostMemory(HostMemory):
+    """Encloses what memory options allocate and do on the host, and does it at once, in no thread.
 
     Args:
         on_host: Makes the enclosing context; receives whether its allocations are pinned.
     """
-    replaced = {
-        name: getattr(host_memory, name)
-        for name in ("empty_on_host", "empty_like_on_host", "host_thread")
-    }
 
-    def enclosed(function: Callable[..., Any], *, pinned: bool) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with on_host(pinned):
-                return function(*args, **kwargs)
+    plain_tensors = (*HostMemory.plain_tensors, FakeTensor)
 
-        return run
+    def __init__(self, on_host: Callable[[bool], contextlib.AbstractContextManager[None]]) -> None:
+        self._on_host = on_host
 
-    class AtOnce(Executor):
+    def empty(self, num_bytes: int, device: torch.device) -> Tensor:
+        """See `HostMemory`."""
+        with self._on_host(True):
+            return super().empty(num_bytes, device)
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """See `HostMemory`."""
+        with self._on_host(True):
+            return super().empty_like(tensor, device)
+
+    def thread(self) -> Executor:
         """Tensors without memory belong to one thread: work on the host is done where it is given."""
+        return _AtOnce(self._on_host)
 
-        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.set_result(enclosed(fn, pinned=False)(*args, **kwargs))
-            return future
 
-    for name in ("empty_on_host", "empty_like_on_host"):
-        setattr(host_memory, name, enclosed(replaced[name], pinned=True))
-    host_memory.host_thread = AtOnce
-    host_memory.PLAIN_TENSORS.add(FakeTensor)
-    try:
-        yield
-    finally:
-        for name, function in replaced.items():
-            setattr(host_memory, name, function)
-        host_memory.PLAIN_TENSORS.discard(FakeTensor)
+class _AtOnce(Executor):
+    def __init__(self, on_host: Callable[[bool], contextlib.AbstractContextManager[None]]) -> None:
+        self._on_host = on_host
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._on_host(False):
+            future.set_result(fn(*args, **kwargs))
+        return future
 
 
 @contextlib.contextmanager
@@ -162,12 +159,11 @@ def _each_kind_of_tile(tracker: StepTracker) -> Generator[None, None, None]:
     The first is apart because sums begin with it. The time of a plan is then independent of the number of
     tiles.
     """
-    every = tiling.tiles
 
     def few(num_tokens: int, size: int) -> Iterator[slice]:
         whole = num_tokens // size
         if whole < 3:
-            yield from every(num_tokens, size)
+            yield from tiling.every_tile(num_tokens, size)
             return
         yield slice(0, size)
         with tracker.repeated(whole - 1):
@@ -175,11 +171,8 @@ def _each_kind_of_tile(tracker: StepTracker) -> Generator[None, None, None]:
         if num_tokens % size:
             yield slice(whole * size, num_tokens)
 
-    tiling.tiles = few
-    try:
+    with tiling.tiles_from(few):
         yield
-    finally:
-        tiling.tiles = every
 
 
 def simulate(
@@ -230,7 +223,8 @@ def simulate(
             stack.enter_context(gpu_operators())
         stack.enter_context(attention_inside(lambda: tracker.doing("attention")))
         stack.enter_context(unseen_sharding_propagation())
-        stack.enter_context(host_memory_seen(lambda pinned: tracker.on_host(pinned=pinned)))
+        memory = SeenHostMemory(lambda pinned: tracker.on_host(pinned=pinned))
+        stack.enter_context(host_memory_from(memory))
         if not every_tile:
             stack.enter_context(_each_kind_of_tile(tracker))
         stack.enter_context(

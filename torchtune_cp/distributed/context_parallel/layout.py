@@ -110,21 +110,23 @@ class Layout:
         """Query-key pairs that a mask lets through, by attention rank; by default the layout's mask."""
         return pairs_by_rank(self.pieces, [d.length for d in self.documents], mask or self.mask)
 
-    def _of_tokens(self, first: dict[int, int], fill: int) -> npt.NDArray[np.int64]:
-        """A number for every token, [cp, n]: that of its document's first token, counted on."""
-        numbers = np.full((len(self.pieces), self.heads_split * self.length), fill, np.int64)
-        for rank, row in enumerate(numbers):
-            for piece, at in self.placed(rank):
-                start = first.get(piece.document, 0) + piece.start
-                row[at : at + piece.stop - piece.start] = np.arange(
-                    start, start + piece.stop - piece.start
-                )
-        return numbers.reshape(-1, self.length)
+    def _of_tokens(self, rank: int, first: Sequence[int] | None) -> npt.NDArray[np.int64]:
+        """Positions of an attention rank's tokens in their documents, counted from `first` where given.
+
+        [heads_split, n]; -1 for padding.
+        """
+        numbers = np.full(self.heads_split * self.length, -1, np.int64)
+        for piece, at in self.placed(rank):
+            start = piece.start + (0 if first is None else first[piece.document])
+            size = piece.stop - piece.start
+            numbers[at : at + size] = np.arange(start, start + size)
+        return numbers.reshape(self.heads_split, self.length)
 
     @cached_property
     def places(self) -> npt.NDArray[np.int64]:
         """Place in the batch (rows laid end to end) of every token, [cp, n]; -1 for padding."""
-        return self._of_tokens({number: d.offset for number, d in enumerate(self.documents)}, -1)
+        offsets = [d.offset for d in self.documents]
+        return np.concatenate([self._of_tokens(r, offsets) for r in range(len(self.pieces))])
 
     @property
     def indices(self) -> torch.Tensor:
@@ -133,7 +135,8 @@ class Layout:
 
     def positions(self, rank: int) -> torch.Tensor:
         """Position in its document of every token of a context-parallel rank, [n]; -1 on padding."""
-        return torch.from_numpy(self._of_tokens({}, -1)[rank])
+        own = self._of_tokens(rank // self.heads_split, None)
+        return torch.from_numpy(own[rank % self.heads_split])
 
     def sharing_heads(self, heads_split: int) -> Layout:
         """The same tokens on every rank, of which groups of consecutive ranks attend as one (Ulysses).

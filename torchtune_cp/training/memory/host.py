@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
-
-#: Tensors that own plain memory, whose bytes can be copied. The planner adds tensors without memory.
-PLAIN_TENSORS: set[type] = {Tensor, nn.Parameter}
-
 
 #: torch rounds pinned memory up to powers of two (`CachingHostAllocator`, 2.11 to 2.13). A large buffer is
 #: taken in at most so many pieces, each but the last a power of two: a sixteenth is lost at most, not half.
@@ -65,6 +62,48 @@ class HostBytes:
             part.copy_(piece, non_blocking=True)
 
 
+class HostMemory:
+    """Memory and threads on the host; a plan gives another one, see `host_memory_from`."""
+
+    #: Types of tensors that own plain memory, whose bytes can be copied.
+    plain_tensors: tuple[type, ...] = (Tensor, nn.Parameter)
+
+    def empty(self, num_bytes: int, device: torch.device) -> Tensor:
+        """See `empty_on_host`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """See `empty_like_on_host`."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
+
+    def thread(self) -> Executor:
+        """See `host_thread`."""
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+
+
+_memory = HostMemory()
+
+
+@contextlib.contextmanager
+def host_memory_from(memory: HostMemory) -> Generator[None, None, None]:
+    """Let training take its host memory from elsewhere, for a while.
+
+    Args:
+        memory: What gives it.
+    """
+    global _memory
+    saved, _memory = _memory, memory
+    try:
+        yield
+    finally:
+        _memory = saved
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor owns plain memory, whose bytes can be copied."""
+    return type(tensor) in _memory.plain_tensors and tensor.layout == torch.strided
+
+
 def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:
     """Allocate host memory that can be copied to and from a device while it computes.
 
@@ -76,7 +115,7 @@ def empty_on_host(num_bytes: int, device: torch.device) -> Tensor:
     Returns:
         uint8, [num_bytes].
     """
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    return _memory.empty(num_bytes, device)
 
 
 def empty_like_on_host(tensor: Tensor, device: torch.device) -> Tensor:
@@ -86,9 +125,9 @@ def empty_like_on_host(tensor: Tensor, device: torch.device) -> Tensor:
         tensor: Its shape and dtype are taken; of a DTensor also mesh and placements.
         device: As for `empty_on_host`.
     """
-    return torch.empty_like(tensor, device="cpu", pin_memory=device.type != "cpu")
+    return _memory.empty_like(tensor, device)
 
 
 def host_thread() -> Executor:
     """Start a thread for work on the host that the device need not wait for."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+    return _memory.thread()

@@ -35,7 +35,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _has_storage(local: Tensor) -> bool:
     """Whether a tensor is a plain one; other kinds have no storage of their own to copy."""
-    return type(local) in host_memory.PLAIN_TENSORS and local.layout == torch.strided
+    return host_memory.is_plain(local)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
